@@ -1,0 +1,27 @@
+"""Exact attention on NVIDIA GPUs, by kernels written in Python that can be opened, edited and checked.
+
+`scaled_dot_product_attention` has torch's signature, `attention` has every option, `explain` tells which kernel
+serves a call, and `KERNELS` are the registered kernels. `reference`, `sim` and `testing` are modules for checking.
+"""
+
+from importlib import import_module
+
+from numba_attn import versions
+
+__version__ = versions.version("numba-attn") or "0+unknown"
+__all__ = ["KERNELS", "attention", "explain", "scaled_dot_product_attention"]
+
+_problem = versions.package_problem()
+
+if _problem is None:
+    from numba_attn.api import attention, explain, scaled_dot_product_attention
+    from numba_attn.kernels import KERNELS
+
+
+def __getattr__(name: str):
+    if name in ("reference", "sim", "testing"):
+        return import_module(f"numba_attn.{name}")
+    if name in __all__:
+        # Not at import: `python -m numba_attn info` must be able to tell.
+        raise ImportError(_problem)
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

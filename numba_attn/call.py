@@ -1,0 +1,233 @@
+"""One call: arrays, checks, problem, choice, plan, launch, arrays.
+
+What follows from the layouts of the arrays is worked out once and kept, so that a warm call only reads pointers,
+allocates and launches.
+"""
+
+from __future__ import annotations
+
+import os
+import threading
+from collections.abc import Hashable
+from dataclasses import dataclass
+from functools import cache
+from typing import Any
+
+from numba_attn import interop, launch, versions
+from numba_attn.choice import choose, find
+from numba_attn.interop import device_arrays, numpy_arrays
+from numba_attn.kernels import KERNELS
+from numba_attn.problem import H200, Device, Geometry, View, check_out, contiguous_strides, describe
+
+KEPT_CALLS = 1024  # a few kilobytes each
+
+
+@dataclass(frozen=True, slots=True)
+class Call:
+    """All that one combination of layouts and options needs, pointers and scale apart."""
+
+    geometry: Geometry
+    plan: Any
+    """From `launch.prepare`; None if there is nothing to launch."""
+    device: int
+    O: View
+    """Of a new output."""
+    lse: View
+    """Of no rows if the caller wants none."""
+    o_strides: tuple[int, ...]
+    lse_strides: tuple[int, ...]
+    workspace: tuple[tuple[str, View, str], ...]
+
+
+def attend(names, q, k, v, causal, scale, enable_gqa, return_lse=False, kernel=None, out=None, stream=None):
+    """O, and lse or None: `attention` with the caller's names of its operands."""
+    library = interop.library_of_type(type(q)) if out is None and type(q) is type(k) is type(v) else None
+    if library is None:
+        library = interop.library_of((*names, "out"), (q, k, v) if out is None else (q, k, v, out))
+    if library is numpy_arrays:
+        return _attend_on_host(names, q, k, v, causal, scale, enable_gqa, return_lse, kernel, out, stream)
+    if library is device_arrays:
+        q, k, v = adopted = _adopt(library, names, (q, k, v), stream)
+
+    q_pointer, q_layout = library.read(q, names[0])
+    k_pointer, k_layout = library.read(k, names[1])
+    v_pointer, v_layout = library.read(v, names[2])
+    alignment = (q_pointer | k_pointer | v_pointer) & 15
+    key = (q_layout, k_layout, v_layout, alignment, causal, enable_gqa, return_lse, kernel)
+    call = _calls.get(key) or _calls.make(key, library, names, (q, k, v), causal, enable_gqa, return_lse, kernel)
+    geometry = call.geometry
+    if scale is None:
+        scale = geometry.scale
+    elif type(scale) is not float:
+        scale = _as_float(scale)
+
+    if out is None:
+        o, O = library.empty(q, geometry.o_shape, call.o_strides, "float32", stream), call.O
+        o_pointer = library.pointer(o)
+    else:
+        o, (o_pointer, O) = out, _check_out(library, names, (q, k, v), out, geometry, stream)
+    lse = library.empty(q, geometry.lse_shape, call.lse_strides, "float32", stream) if return_lse else None
+    if call.plan is None:
+        _fill_without_keys(library, o, lse, geometry, stream)
+        return o, lse
+
+    operands = {
+        "Q": (q_pointer,) + geometry.Q,
+        "K": (k_pointer,) + geometry.K,
+        "V": (v_pointer,) + geometry.V,
+        "O": (o_pointer,) + O,
+        "lse": (0 if lse is None else library.pointer(lse),) + call.lse,
+    }
+    temporaries = []
+    for name, view, dtype in call.workspace:
+        temporaries.append(library.empty(q, *view, dtype, stream))
+        operands[name] = (library.pointer(temporaries[-1]), *view)
+    if geometry.stand_ins:
+        temporaries += _stand_in(library, q, operands, geometry, stream)
+    call.plan.run(library.stream_handle(call.device, stream), operands, scale)
+    if library is device_arrays:
+        library.release(adopted, stream)
+    return o, lse
+
+
+def geometry_of(names, q, k, v, causal, enable_gqa, stream=None) -> Geometry:
+    """The checked facts of a call that is not made."""
+    library = interop.library_of(names, (q, k, v))
+    arrays = _adopt(library, names, (q, k, v), stream) if library is device_arrays else (q, k, v)
+    operands = (library.operand(array, name) for array, name in zip(arrays, names, strict=True))
+    return describe(*operands, is_causal=bool(causal), enable_gqa=bool(enable_gqa))
+
+
+def device_of(geometry: Geometry) -> tuple[Device, bool]:
+    """The device that a call runs on, and whether it is there: without a GPU, an H200 that is not."""
+    if launch.device_count() == 0:
+        return H200, False
+    return launch.device_facts(_index(geometry)), True
+
+
+class _Calls:
+    """Calls by layout, the oldest dropped when there are too many; any thread may ask."""
+
+    def __init__(self):
+        self._calls: dict[Hashable, Call] = {}
+        self._lock = threading.Lock()
+        self.get = self._calls.get
+        os.register_at_fork(after_in_child=self._after_fork)
+
+    def make(self, key: Hashable, *arguments) -> Call:
+        """The call for the key, prepared by one thread while the others wait."""
+        with self._lock:
+            call = self._calls.get(key)
+            if call is None:
+                call = _prepare(*arguments)
+                while len(self._calls) >= KEPT_CALLS:
+                    del self._calls[next(iter(self._calls))]
+                self._calls[key] = call
+            return call
+
+    def _after_fork(self) -> None:
+        # A fork copies the lock in whatever state another thread has it.
+        self._lock = threading.Lock()
+
+
+_calls = _Calls()
+
+
+def _prepare(library, names, arrays, causal, enable_gqa, return_lse, kernel) -> Call:
+    """Checks, problem, choice and plan."""
+    operands = (library.operand(array, name) for array, name in zip(arrays, names, strict=True))
+    geometry = describe(*operands, is_causal=bool(causal), enable_gqa=bool(enable_gqa))
+    problem, index = geometry.problem, _index(geometry)
+    plan, workspace = None, ()
+    _check_versions()
+    if geometry.nothing_to_launch(return_lse):
+        if kernel is not None:
+            find(kernel, KERNELS)
+    else:
+        plan = launch.prepare(choose(kernel, KERNELS, problem, launch.device_facts(index)), problem, index)
+        workspace = tuple((name, _contiguous(space.shape), space.dtype) for name, space in plan.workspace.items())
+    return Call(
+        geometry,
+        plan,
+        index,
+        O=_contiguous((problem.B, problem.H, problem.Lq, problem.Dv)),
+        lse=_contiguous((problem.B, problem.H, problem.Lq if return_lse else 0)),
+        o_strides=contiguous_strides(geometry.o_shape),
+        lse_strides=contiguous_strides(geometry.lse_shape),
+        workspace=workspace,
+    )
+
+
+@cache
+def _check_versions() -> None:
+    if problem := versions.problem(launch.driver_version()):
+        raise RuntimeError(problem)
+
+
+def _index(geometry: Geometry) -> int:
+    """The device of the arrays; the current one if they are all empty or on the host."""
+    return device_arrays.current_device() if geometry.device is None else geometry.device
+
+
+def _contiguous(shape: tuple[int, ...]) -> View:
+    return View(shape, contiguous_strides(shape))
+
+
+def _as_float(scale) -> float:
+    try:
+        if not isinstance(scale, str | bytes):
+            return float(scale)
+    except (TypeError, ValueError, RuntimeError):
+        pass
+    raise TypeError(f"scale is a {type(scale).__name__}: a number or None is needed")
+
+
+def _adopt(library, names, arrays, stream) -> tuple:
+    return tuple(library.adopt(array, name, stream) for array, name in zip(arrays, names, strict=True))
+
+
+def _check_out(library, names, arrays, out, geometry, stream) -> tuple[int, View]:
+    """Pointer and view of the caller's output array."""
+    operands = [library.operand(array, name) for array, name in zip(arrays, names, strict=True)]
+    target = library.operand(library.adopt(out, "out", stream), "out")
+    view = check_out(target, geometry, operands[0])
+    for operand in operands:
+        if interop.overlap(target, operand):
+            raise ValueError(f"out shares memory with {operand.name}")
+    return target.pointer, view
+
+
+def _fill_without_keys(library, o, lse, geometry, stream) -> None:
+    """Results that depend on no input: no key is attended."""
+    if 0 not in geometry.o_shape:
+        library.fill(o, 0.0, stream)
+    if lse is not None and 0 not in geometry.lse_shape:
+        library.fill(lse, -float("inf"), stream)
+
+
+def _stand_in(library, like, operands, geometry, stream) -> list:
+    """Point the stand-ins at one zero, and an output without columns at scratch memory."""
+    temporaries = [library.empty(like, (1,), (1,), "float32", stream)]
+    library.fill(temporaries[0], 0.0, stream)
+    for name in geometry.stand_ins:
+        operands[name] = (library.pointer(temporaries[0]), *operands[name][1:])
+    if "V" in geometry.stand_ins:
+        problem = geometry.problem
+        scratch = _contiguous((problem.B, problem.H, problem.Lq, 1))
+        temporaries.append(library.empty(like, *scratch, "float32", stream))
+        operands["O"] = (library.pointer(temporaries[-1]), *scratch)
+    return temporaries
+
+
+def _attend_on_host(names, q, k, v, causal, scale, enable_gqa, return_lse, kernel, out, stream):
+    """numpy arrays through the current device of Numba."""
+    geometry = geometry_of(names, q, k, v, causal, enable_gqa)
+    if out is not None:
+        numpy_arrays.check_out(out, geometry, dict(zip(names, (q, k, v), strict=True)))
+    if launch.device_count() == 0:
+        raise RuntimeError("no CUDA GPU is found: numba_attn.sim.attention runs the kernels on a CPU")
+    stream = device_arrays.as_numba_stream(stream) or None
+    arrays = [numpy_arrays.to_device(array, stream) for array in (q, k, v)]
+    o, lse = attend(names, *arrays, causal, scale, enable_gqa, return_lse, kernel, None, stream)
+    host_lse = None if lse is None else numpy_arrays.to_host(lse, None, stream)
+    return numpy_arrays.to_host(o, out, stream), host_lse

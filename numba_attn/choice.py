@@ -1,0 +1,85 @@
+"""Which kernel serves a call, and why not the others."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from numba_attn.kernel import Kernel
+from numba_attn.problem import Device, Problem
+
+
+@dataclass(frozen=True)
+class Explanation:
+    """Which kernel serves a call on a device, and for each of the others why not."""
+
+    problem: Problem
+    device: Device
+    has_gpu: bool
+    """False: there is no GPU here, and the facts of `device` are built in."""
+    chosen: str | None
+    """Name of the kernel that serves the call; None if none can."""
+    reasons: dict[str, str]
+    """For every kernel, in order: 'chosen', or why it is not."""
+
+    def __repr__(self) -> str:
+        facts = self.problem
+        shape = f"B={facts.B} H={facts.H} Lq={facts.Lq} Lk={facts.Lk} D={facts.D} Dv={facts.Dv}"
+        options = f"{facts.dtype}{' causal' if facts.is_causal else ''}, loads of {facts.vector}"
+        device = self.device.name if self.has_gpu else f"no GPU here; as on an {self.device.name}"
+        width = max(map(len, self.reasons), default=0)
+        lines = [f"{name:<{width}}  {reason}" for name, reason in self.reasons.items()]
+        return "\n".join([f"{shape} {options} ({device})", *lines])
+
+
+def choose(kernel: str | Kernel | None, kernels: Sequence[Kernel], problem: Problem, device: Device) -> Kernel:
+    """The kernel that the caller asked for; without one, the first that suits, or else the first that can serve.
+
+    Raises:
+        ValueError: the kernel asked for, or every registered one, cannot serve the problem; or its name is unknown.
+        TypeError: `kernel` is neither a name nor a Kernel.
+    """
+    if kernel is None:
+        able = [candidate for candidate in kernels if candidate.supports(problem, device) is None]
+        if not able:
+            refusals = "; ".join(f"{candidate.name}: {candidate.supports(problem, device)}" for candidate in kernels)
+            raise ValueError(f"no kernel can serve this call: {refusals}")
+        return next((candidate for candidate in able if candidate.suits(problem, device) is None), able[0])
+    kernel = find(kernel, kernels)
+    if reason := kernel.supports(problem, device):
+        raise ValueError(f"kernel {kernel.name} cannot serve this call: {reason}")
+    return kernel
+
+
+def find(kernel: str | Kernel, kernels: Sequence[Kernel]) -> Kernel:
+    """A registered kernel by its name; a record stands for itself, registered or not."""
+    if isinstance(kernel, Kernel):
+        return kernel
+    if not isinstance(kernel, str):
+        raise TypeError(f"kernel is a {type(kernel).__name__}: a name or a Kernel is needed")
+    for candidate in kernels:
+        if candidate.name == kernel:
+            return candidate
+    raise ValueError(f"kernel {kernel!r} is not one of {', '.join(candidate.name for candidate in kernels)}")
+
+
+def explain(
+    kernel: str | Kernel | None, kernels: Sequence[Kernel], problem: Problem, device: Device, has_gpu: bool
+) -> Explanation:
+    """The choice that `choose` makes, with the reasons; where it would raise, no kernel is chosen."""
+    asked = None if kernel is None else find(kernel, kernels)
+    candidates = [*kernels] if asked is None or asked in kernels else [asked, *kernels]
+    try:
+        chosen = choose(asked, kernels, problem, device)
+    except ValueError:
+        chosen = None
+    reasons = {}
+    for candidate in candidates:
+        if candidate is chosen:
+            reasons[candidate.name] = "chosen"
+        else:
+            reason = candidate.supports(problem, device)
+            rather = candidate.suits(problem, device) if reason is None else None
+            default = f"{chosen.name} was asked for" if asked and chosen else "comes later in the list"
+            reasons[candidate.name] = f"cannot: {reason}" if reason else f"can, but {rather or default}"
+    return Explanation(problem, device, has_gpu, chosen and chosen.name, reasons)

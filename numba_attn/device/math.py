@@ -1,0 +1,34 @@
+"""Scalar verbs and constants."""
+
+from __future__ import annotations
+
+import numpy as np
+from numba.cuda import types
+from numba.cuda.extending import intrinsic
+
+from numba_attn.device.verb import twin_of
+
+LOG2E = np.float32(1.4426950408889634)
+LN2 = np.float32(0.6931471805599453)
+
+
+def cdiv(a: int, b: int) -> int:
+    """ceil(a / b) of host integers."""
+    return -(-a // b)
+
+
+@intrinsic
+def fma(typingctx, a, b, c):
+    """round(a * b + c) in fp32: one instruction, one rounding (`fma.rn.f32`)."""
+
+    def codegen(context, builder, signature, args):
+        values = [context.cast(builder, v, t, types.float32) for v, t in zip(args, signature.args, strict=True)]
+        return builder.fma(*values)
+
+    return types.float32(a, b, c), codegen
+
+
+@twin_of(fma)
+def _fma(thread, a, b, c):
+    # The product of two fp32 numbers is exact in fp64; the sum is rounded there first, which matters one time in 2^29.
+    return np.float32(np.float64(a) * np.float64(b) + np.float64(c))

@@ -1,0 +1,111 @@
+"""Instructions that numba-cuda has no name for, each once: the only file with inline PTX.
+
+An emitter takes an llvmlite builder and values and appends one instruction; the device function of the same
+instruction, where kernels call it directly, is an intrinsic beside it. Verbs on tiles (`smem`, `tile`) call the
+emitters. Every intrinsic has its numpy twin for the simulator.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+from llvmlite import ir
+from numba.cuda import types
+from numba.cuda.extending import intrinsic
+
+from numba_attn.device.verb import twin_of
+
+_VOID = ir.VoidType()
+_F32 = ir.FloatType()
+_I32 = ir.IntType(32)
+
+
+def _emit(builder, text: str, result, operands, constraints: str, *, memory: bool = False):
+    """Append one asm statement; `memory` keeps it in order with every other access to memory."""
+    constraints += ",~{memory}" if memory else ""
+    function = ir.FunctionType(result, [value.type for value in operands])
+    asm = ir.InlineAsm(function, text, constraints.lstrip(","), side_effect=memory)
+    return builder.call(asm, operands)
+
+
+def emit_cp_async(builder, destination, source, n_bytes: int, valid_bytes):
+    """`cp.async.{ca,cg}.shared.global [destination], [source], n_bytes, valid_bytes` (sm_80).
+
+    destination: 32-bit shared address; source: 64-bit global address, both multiples of `n_bytes` (4, 8 or 16);
+    valid_bytes: 32-bit count of bytes read, the rest is filled with zeros. Completes at `cp_async_wait`.
+    """
+    # Only 16-byte copies may bypass L1.
+    cache = "cg" if n_bytes == 16 else "ca"
+    text = f"cp.async.{cache}.shared.global [$0], [$1], {n_bytes}, $2;"
+    _emit(builder, text, _VOID, [destination, source, valid_bytes], "r,l,r", memory=True)
+
+
+@intrinsic
+def cp_async_commit(typingctx):
+    """`cp.async.commit_group` (sm_80): close the group of this thread's copies issued since the last one."""
+
+    def codegen(context, builder, signature, args):
+        _emit(builder, "cp.async.commit_group;", _VOID, [], "", memory=True)
+        return context.get_dummy_value()
+
+    return types.none(), codegen
+
+
+@twin_of(cp_async_commit)
+def _cp_async_commit(thread):
+    thread.commit_async()
+
+
+def cp_async_wait(pending: int):
+    """`cp.async.wait_group pending` (sm_80): wait until at most `pending` of this thread's groups are in flight.
+
+    Orders the copies of this thread only: the other threads see them after a barrier.
+    """
+
+    @intrinsic
+    def cp_async_wait_group(typingctx):
+        def codegen(context, builder, signature, args):
+            _emit(builder, f"cp.async.wait_group {pending};", _VOID, [], "", memory=True)
+            return context.get_dummy_value()
+
+        return types.none(), codegen
+
+    @twin_of(cp_async_wait_group)
+    def _cp_async_wait_group(thread):
+        thread.wait_async(pending)
+
+    return cp_async_wait_group
+
+
+@intrinsic
+def ex2(typingctx, x):
+    """`ex2.approx.f32`: 2^x within 2 ulp, denormal results included; 2^-inf is 0."""
+
+    def codegen(context, builder, signature, args):
+        x = context.cast(builder, args[0], signature.args[0], types.float32)
+        return _emit(builder, "ex2.approx.f32 $0, $1;", _F32, [x], "=f,f")
+
+    return types.float32(x), codegen
+
+
+@twin_of(ex2)
+def _ex2(thread, x):
+    return np.exp2(np.float32(x))
+
+
+@intrinsic
+def opaque(typingctx, x):
+    """`mov.b32`: the 32-bit integer x, of unknown origin, so that what is computed from it stays in its loop.
+
+    Addresses of a loop's copies are else hoisted out of it, into registers that the accumulators need.
+    """
+
+    def codegen(context, builder, signature, args):
+        x = context.cast(builder, args[0], signature.args[0], types.int32)
+        return _emit(builder, "mov.b32 $0, $1;", _I32, [x], "=r,r", memory=True)
+
+    return types.int32(x), codegen
+
+
+@twin_of(opaque)
+def _opaque(thread, x):
+    return x

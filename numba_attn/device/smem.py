@@ -1,0 +1,250 @@
+"""Shared tiles: typed views of a block's dynamic shared memory with compile-time shape and strides.
+
+    sK = K_TILE()            where K_TILE = shared_tile(offset, (STAGES, BLOCK_N, BLOCK_D), row_stride=BLOCK_D + 4)
+
+gives a tile that is read and written as `sK[stage, row, d]` or `sK[stage][row, d]`; `sK[stage]` is a tile of the
+remaining dimensions. Accesses compile to `ld.shared` and `st.shared` with constant strides. `load` and `store` move
+2 or 4 consecutive elements at once, from tiles and from global tensors alike.
+
+Row strides: 16-byte accesses of a warp are served 8 lanes at a time. Eight lanes that read one chunk each of eight
+successive rows touch all 32 banks once if the stride is 4 words times an odd number: BLOCK_D + 4 is, for BLOCK_D a
+multiple of 8.
+"""
+
+from __future__ import annotations
+
+import operator
+from math import prod
+
+from llvmlite import ir
+from numba.core.datamodel.models import PrimitiveModel
+from numba.cuda import cgutils, types
+from numba.cuda.cudadecl import registry as declarations
+from numba.cuda.cudaimpl import registry as implementations
+from numba.cuda.extending import intrinsic, register_model
+from numba.cuda.typing.templates import AbstractTemplate, AttributeTemplate, signature
+
+from numba_attn.device.ptx import emit_cp_async
+from numba_attn.device.verb import twin_of
+from numba_attn.tensor import Tensor, element_pointer, index_types, index_values
+
+_SHARED = 3  # the address space of shared memory in NVVM IR
+_POOL = "dynamic_shared_memory"
+_POOL_ALIGNMENT = 128  # a row of banks, so that byte offsets decide which bank an element is in
+
+
+class SharedTile(types.Type):
+    """Numba type of a tile; its value is a pointer to the first element."""
+
+    def __init__(self, dtype, shape: tuple[int, ...], strides: tuple[int, ...]):
+        self.dtype = dtype
+        self.shape = shape
+        self.strides = strides
+        super().__init__(name=f"SharedTile({dtype}, {shape}, {strides})")
+
+
+@register_model(SharedTile)
+class _SharedTileModel(PrimitiveModel):
+    def __init__(self, manager, tile):
+        super().__init__(manager, tile, manager[tile.dtype].get_value_type().as_pointer(_SHARED))
+
+
+def tile_strides(shape: tuple[int, ...], row_stride: int | None = None) -> tuple[int, ...]:
+    """Element strides of a tile whose rows (the last dimension) start `row_stride` elements apart."""
+    strides = [1]
+    for length in reversed(shape[1:]):
+        length = row_stride if len(strides) == 1 and row_stride is not None else length
+        strides.insert(0, strides[0] * length)
+    return tuple(strides)
+
+
+def tile_bytes(shape: tuple[int, ...], row_stride: int | None = None, itemsize: int = 4) -> int:
+    """Bytes of shared memory that a tile takes, its padding included."""
+    return itemsize * prod(shape[:-1]) * (row_stride or shape[-1])
+
+
+def shared_tile(offset_bytes: int, shape: tuple[int, ...], row_stride: int | None = None, dtype=types.float32):
+    """The maker of a tile at `offset_bytes` of dynamic shared memory; call it inside a kernel."""
+    strides = tile_strides(shape, row_stride)
+    tile = SharedTile(dtype, shape, strides)
+
+    @intrinsic
+    def make_tile(typingctx):
+        def codegen(context, builder, sig, args):
+            pool = builder.module.globals.get(_POOL)
+            if pool is None:
+                pool = cgutils.add_global_variable(builder.module, ir.ArrayType(ir.IntType(8), 0), _POOL, _SHARED)
+                pool.linkage = "external"
+                pool.align = _POOL_ALIGNMENT
+            start = builder.gep(pool, [ir.Constant(ir.IntType(32), i) for i in (0, offset_bytes)])
+            return builder.bitcast(start, context.get_value_type(tile))
+
+        return tile(), codegen
+
+    @twin_of(make_tile)
+    def _make_tile(thread):
+        return thread.shared_tile(offset_bytes, shape, strides, str(dtype))
+
+    return make_tile
+
+
+@declarations.register_global(operator.getitem)
+class _GetItem(AbstractTemplate):
+    def generic(self, args, kws):
+        tile, index = args
+        if isinstance(tile, SharedTile):
+            used = len(index_types(index))
+            if used < len(tile.shape):
+                return signature(SharedTile(tile.dtype, tile.shape[used:], tile.strides[used:]), tile, index)
+            if used == len(tile.shape):
+                return signature(tile.dtype, tile, index)
+
+
+@declarations.register_global(operator.setitem)
+class _SetItem(AbstractTemplate):
+    def generic(self, args, kws):
+        tile, index, _ = args
+        if isinstance(tile, SharedTile) and len(index_types(index)) == len(tile.shape):
+            return signature(types.none, tile, index, tile.dtype)
+
+
+@declarations.register_attr
+class _Attributes(AttributeTemplate):
+    key = SharedTile
+
+    def resolve_shape(self, tile):
+        return types.UniTuple(types.int64, len(tile.shape))
+
+
+@implementations.lower_getattr(SharedTile, "shape")
+def _shape(context, builder, tile, value):
+    return context.make_tuple(
+        builder,
+        types.UniTuple(types.int64, len(tile.shape)),
+        [context.get_constant(types.int64, length) for length in tile.shape],
+    )
+
+
+def _tile_pointer(context, builder, tile, pointer, index, index_value):
+    offset = context.get_constant(types.int64, 0)
+    for subscript, stride in zip(index_values(context, builder, index, index_value), tile.strides, strict=False):
+        offset = builder.add(offset, builder.mul(subscript, context.get_constant(types.int64, stride)))
+    # Shared addresses are 32-bit.
+    return builder.gep(pointer, [builder.trunc(offset, ir.IntType(32))])
+
+
+@implementations.lower(operator.getitem, SharedTile, types.Any)
+def _getitem(context, builder, sig, args):
+    pointer = _tile_pointer(context, builder, sig.args[0], args[0], sig.args[1], args[1])
+    return pointer if isinstance(sig.return_type, SharedTile) else builder.load(pointer)
+
+
+@implementations.lower(operator.setitem, SharedTile, types.Any, types.Any)
+def _setitem(context, builder, sig, args):
+    builder.store(args[2], _tile_pointer(context, builder, sig.args[0], args[0], sig.args[1], args[1]))
+    return context.get_dummy_value()
+
+
+def _pointer(context, builder, array, value, index, index_value):
+    """Pointer to an element of a tile or of a tensor."""
+    if isinstance(array, Tensor):
+        return element_pointer(context, builder, array, value, index, index_value)[0]
+    return _tile_pointer(context, builder, array, value, index, index_value)
+
+
+def _vector_pointer(context, builder, pointer, n: int):
+    vector = ir.VectorType(pointer.type.pointee, n)
+    return builder.bitcast(pointer, ir.PointerType(vector, pointer.type.addrspace))
+
+
+def vector_load(n: int):
+    """The verb `load(array, index)`: `n` consecutive elements of a tile or tensor, as a tuple, in one access.
+
+    The last stride is 1 and the address a multiple of `n` elements; n = 1 is an ordinary access.
+    """
+
+    @intrinsic
+    def load(typingctx, array, index):
+        def codegen(context, builder, sig, args):
+            pointer = _pointer(context, builder, sig.args[0], args[0], sig.args[1], args[1])
+            value = builder.load(_vector_pointer(context, builder, pointer, n), align=4 * n)
+            lanes = [builder.extract_element(value, ir.Constant(ir.IntType(32), i)) for i in range(n)]
+            return context.make_tuple(builder, sig.return_type, lanes)
+
+        return types.UniTuple(array.dtype, n)(array, index), codegen
+
+    @twin_of(load)
+    def _load(thread, array, index):
+        return thread.load(array, index, n)
+
+    return load
+
+
+def vector_store(n: int):
+    """The verb `store(array, index, patch, patch_index)`: `n` consecutive elements of a register patch, in one access.
+
+    The last stride is 1 and the address a multiple of `n` elements; n = 1 is an ordinary access.
+    """
+
+    @intrinsic
+    def store(typingctx, array, index, patch, patch_index):
+        def codegen(context, builder, sig, args):
+            pointer = _pointer(context, builder, sig.args[0], args[0], sig.args[1], args[1])
+            vector = ir.Constant(ir.VectorType(pointer.type.pointee, n), ir.Undefined)
+            for i, value in enumerate(_patch_values(context, builder, sig.args[2:], args[2:], n)):
+                vector = builder.insert_element(vector, value, ir.Constant(ir.IntType(32), i))
+            builder.store(vector, _vector_pointer(context, builder, pointer, n), align=4 * n)
+            return context.get_dummy_value()
+
+        return types.none(array, index, patch, patch_index), codegen
+
+    @twin_of(store)
+    def _store(thread, array, index, patch, patch_index):
+        thread.store(array, index, [patch[(*patch_index[:-1], patch_index[-1] + i)] for i in range(n)])
+
+    return store
+
+
+def _patch_values(context, builder, argument_types, arguments, n: int) -> list:
+    """`n` elements along the last dimension of a local array."""
+    patch_type, index_type = argument_types
+    patch = context.make_array(patch_type)(context, builder, arguments[0])
+    first = index_values(context, builder, index_type, arguments[1])
+    values = []
+    for i in range(n):
+        index = [*first[:-1], builder.add(first[-1], context.get_constant(types.int64, i))]
+        pointer = cgutils.get_item_pointer(context, builder, patch_type, patch, index, wraparound=False)
+        values.append(builder.load(pointer))
+    return values
+
+
+def async_copy(n: int):
+    """The verb `copy(tile, tile_index, tensor, tensor_index, inside)`: `n` consecutive elements, asynchronously.
+
+    Where `inside` is false the tile's elements become zero and the tensor is not touched. Both last strides are 1 and
+    both addresses multiples of `n` elements.
+    """
+
+    @intrinsic
+    def copy(typingctx, tile, tile_index, tensor, tensor_index, inside):
+        def codegen(context, builder, sig, args):
+            destination = _tile_pointer(context, builder, sig.args[0], args[0], sig.args[1], args[1])
+            source = _pointer(context, builder, sig.args[2], args[2], sig.args[3], args[3])
+            inside = context.cast(builder, args[4], sig.args[4], types.boolean)
+            n_bytes = ir.Constant(ir.IntType(32), 4 * n)
+            emit_cp_async(
+                builder,
+                builder.ptrtoint(destination, ir.IntType(32)),
+                builder.ptrtoint(source, ir.IntType(64)),
+                4 * n,
+                builder.select(inside, n_bytes, n_bytes.type(0)),
+            )
+            return context.get_dummy_value()
+
+        return types.none(tile, tile_index, tensor, tensor_index, inside), codegen
+
+    @twin_of(copy)
+    def _copy(thread, tile, tile_index, tensor, tensor_index, inside):
+        thread.copy_async(tile, tile_index, tensor, tensor_index, n, n if inside else 0)
+
+    return copy

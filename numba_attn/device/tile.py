@@ -1,0 +1,200 @@
+"""Verbs on register patches and shared tiles.
+
+A warp owns `R` whole rows of a tile; lane t owns the same columns of each, so a patch is a local array [R, C] and a
+row is reduced with shuffles alone. Two column maps occur: S takes columns `t + 32 j` (its operand K is read by rows,
+one row a lane), O takes the vectors `VECTOR t + 32 VECTOR u .. + VECTOR - 1` (its operand V is read along rows).
+
+    patch[i, j]  of S   is row i of the warp, column lane + 32 j
+    patch[i, c]  of O   is row i of the warp, column VECTOR (lane + 32 (c // VECTOR)) + c % VECTOR
+
+A value per row (m, l, alpha) is kept by one lane each: lane i holds row i's.
+"""
+
+from __future__ import annotations
+
+from numba import cuda, float32, int32
+
+from numba_attn.device.math import fma
+from numba_attn.device.ptx import opaque
+from numba_attn.device.smem import async_copy, vector_load, vector_store
+from numba_attn.device.softmax import ALL_LANES, NEG_INF, ZERO, exp, finite_max, warp_max, warp_sum
+from numba_attn.device.verb import verb
+
+WARP = 32
+K_STEP = 4
+"""Elements of the summed dimension that one vector load of an operand fetches."""
+
+load4 = vector_load(4)
+
+
+@verb
+def of_row(x, i):
+    """Row i's value of a per-row quantity, in every lane; all lanes must call it."""
+    return cuda.shfl_sync(ALL_LANES, x, i)
+
+
+@verb
+def fill(patch, value):
+    """patch = value"""
+    for i in range(patch.shape[0]):
+        for j in range(patch.shape[1]):
+            patch[i, j] = value
+
+
+def copy_tile_async(threads: int, vector: int):
+    """The verb `copy(sA, gA, row0, col0, end, tid)`: sA[r, c] = gA[row0 + r, col0 + c], by all threads of the block.
+
+    Rows from `end` on and columns past gA's own are filled with zeros, whatever memory holds there. It only issues
+    the copies: commit, wait and a barrier follow. `vector` elements travel at once (see `Problem.vector`); gA's
+    columns are a multiple of it.
+    """
+    copy = async_copy(vector)
+
+    @verb
+    def copy_tile(sA, gA, row0, col0, end, tid):
+        chunks = sA.shape[1] // vector  # of a row
+        # 32-bit positions: Numba would carry 64 bits through every test.
+        thread = opaque(tid)
+        r0 = int32(thread // chunks)
+        c = int32(thread % chunks * vector)
+        col = int32(col0 + c)
+        for r in range(0, sA.shape[0], threads // chunks):
+            row = int32(row0 + r0 + r)
+            copy(sA, (r0 + r, c), gA, (row, col), (row < end) & (col < gA.shape[1]))
+
+    return copy_tile
+
+
+def mma_ABt(rows: int, columns: int):
+    """The verb `mma(S, sA, row0, sB, lane)`: S[i, j] += sum_d sA[row0 + i, d] sB[lane + 32 j, d], in order of d."""
+
+    @verb
+    def mma(S, sA, row0, sB, lane):
+        b = cuda.local.array((columns, K_STEP), float32)
+        for d in range(0, sA.shape[1], K_STEP):
+            for j in range(columns):
+                b[j, 0], b[j, 1], b[j, 2], b[j, 3] = load4(sB, (lane + WARP * j, d))
+            for i in range(rows):
+                a = load4(sA, (row0 + i, d))
+                for j in range(columns):
+                    S[i, j] = fma(a[0], b[j, 0], S[i, j])
+                    S[i, j] = fma(a[1], b[j, 1], S[i, j])
+                    S[i, j] = fma(a[2], b[j, 2], S[i, j])
+                    S[i, j] = fma(a[3], b[j, 3], S[i, j])
+
+    return mma
+
+
+@verb
+def attends_always(row, col, Lk):
+    """For blocks in which every key counts for every row of the warp."""
+    return True
+
+
+def mma_AB(rows: int, columns: int, vector: int, attends=attends_always):
+    """The verb `mma(O, sA, row0, a_col0, sB, lane, row, col, Lk)`, in order of k over the rows of sB:
+
+        O[i, c] += sA[row0 + i, a_col0 + k] sB[k, column c of this lane]    where attends(row + i, col + k, Lk)
+
+    A pair that does not count is left out, not multiplied with zero, so that a NaN or Inf in sB stays where it is.
+    """
+    load = vector_load(vector)
+
+    @verb
+    def mma(O, sA, row0, a_col0, sB, lane, row, col, Lk):
+        a = cuda.local.array(K_STEP, float32)
+        b = cuda.local.array((K_STEP, columns), float32)
+        for k in range(0, sB.shape[0], K_STEP):
+            for r in range(K_STEP):
+                for u in range(columns // vector):
+                    x = load(sB, (k + r, vector * (lane + WARP * u)))
+                    for w in range(vector):
+                        b[r, vector * u + w] = x[w]
+            for i in range(rows):
+                a[0], a[1], a[2], a[3] = load4(sA, (row0 + i, a_col0 + k))
+                for r in range(K_STEP):
+                    if attends(row + i, col + k + r, Lk):
+                        for c in range(columns):
+                            O[i, c] = fma(a[r], b[r, c], O[i, c])
+
+    return mma
+
+
+@verb
+def scale_and_mask(S, scale, attends, row0, col0, Lk, lane):
+    """S[i, j] = scale S[i, j] where the pair counts, else -inf."""
+    for i in range(S.shape[0]):
+        for j in range(S.shape[1]):
+            S[i, j] = S[i, j] * scale if attends(row0 + i, col0 + lane + WARP * j, Lk) else NEG_INF
+
+
+@verb
+def online_softmax(S, m, l, lane):
+    """One step over the columns of S, which become P = exp(S - m); returns the new (m, l) and alpha.
+
+    m, l and alpha are kept per row: lane i holds row i's.
+    """
+    m_old = m
+    total = ZERO
+    for i in range(S.shape[0]):
+        highest = S[i, 0]
+        for j in range(1, S.shape[1]):
+            highest = max(highest, S[i, j])
+        m_row = max(of_row(m_old, i), warp_max(highest))
+        base = finite_max(m_row)
+        row_total = ZERO
+        for j in range(S.shape[1]):
+            S[i, j] = exp(S[i, j] - base)
+            row_total += S[i, j]
+        row_total = warp_sum(row_total)
+        m = m_row if lane == i else m
+        total = row_total if lane == i else total
+    alpha = exp(m_old - finite_max(m))
+    return m, fma(l, alpha, total), alpha
+
+
+@verb
+def store_rows(sP, P, row0, lane):
+    """sP[row0 + i, lane + 32 j] = P[i, j]"""
+    for i in range(P.shape[0]):
+        for j in range(P.shape[1]):
+            sP[row0 + i, lane + WARP * j] = P[i, j]
+
+
+def output_rows(rows: int, columns: int, vector: int, travels: int):
+    """The verbs `load(O, gO, row0, dv0, alpha, lane)` and `store(gO, O, row0, dv0, beta, lane)` of one slice of Dv:
+
+        O[i, c] = alpha_i gO[row0 + i, dv0 + column c of this lane]        and back: gO[..] = beta_i O[i, c]
+
+    alpha and beta are per row (lane i holds row i's). Elements past gO's own are not written. `travels` elements move
+    at once; gO's columns are a multiple of it.
+    """
+    vload = vector_load(travels)
+    vstore = vector_store(travels)
+
+    @verb
+    def load(O, gO, row0, dv0, alpha, lane):
+        last_row, last_col = gO.shape[0] - 1, gO.shape[1] - travels
+        for i in range(rows):
+            factor = of_row(alpha, i)
+            row = min(row0 + i, last_row)
+            for u in range(columns // vector):
+                for w0 in range(0, vector, travels):
+                    # What lies past gO's own is never stored: read anything in its place.
+                    x = vload(gO, (row, min(dv0 + vector * (lane + WARP * u) + w0, last_col)))
+                    for w in range(travels):
+                        O[i, vector * u + w0 + w] = factor * x[w]
+
+    @verb
+    def store(gO, O, row0, dv0, beta, lane):
+        for i in range(rows):
+            factor = of_row(beta, i)
+            for u in range(columns // vector):
+                for w0 in range(0, vector, travels):
+                    for w in range(travels):
+                        O[i, vector * u + w0 + w] *= factor
+                    col = dv0 + vector * (lane + WARP * u) + w0
+                    if row0 + i < gO.shape[0] and col < gO.shape[1]:
+                        vstore(gO, (row0 + i, col), O, (i, vector * u + w0))
+
+    return load, store

@@ -1,0 +1,62 @@
+"""CuPy arrays. Imported only when a caller's array is one."""
+
+from __future__ import annotations
+
+from collections.abc import Hashable
+from contextlib import ExitStack
+
+import cupy
+
+from numba_attn.problem import Operand, strides_in_elements
+
+
+def adopt(array: cupy.ndarray, name: str, stream) -> cupy.ndarray:
+    return array
+
+
+def read(array: cupy.ndarray, name: str) -> tuple[int, Hashable]:
+    return array.data.ptr, (array.shape, array.strides, array.dtype, array.device.id)
+
+
+def operand(array: cupy.ndarray, name: str) -> Operand:
+    strides = strides_in_elements(name, array.strides, array.dtype.itemsize)
+    return Operand(name, array.shape, strides, str(array.dtype), array.device.id, array.data.ptr)
+
+
+def empty(like: cupy.ndarray, shape, strides, dtype: str, stream) -> cupy.ndarray:
+    with _entered(like.device.id, stream):
+        return cupy.empty(shape, dtype)
+
+
+def fill(array: cupy.ndarray, value: float, stream) -> None:
+    with _entered(array.device.id, stream):
+        array.fill(value)
+
+
+def pointer(array: cupy.ndarray) -> int:
+    return array.data.ptr
+
+
+def stream_handle(device: int, stream) -> int:
+    return cupy.cuda.get_current_stream(device).ptr if stream is None else _as_stream(stream, device).ptr
+
+
+def release(adopted: tuple, stream) -> None:
+    pass
+
+
+def _as_stream(stream, device: int):
+    if isinstance(stream, int):
+        return cupy.cuda.ExternalStream(stream, device)
+    if hasattr(stream, "ptr") and hasattr(stream, "__enter__"):
+        return stream
+    raise TypeError(f"stream is a {type(stream).__name__}: a cupy.cuda.Stream or a driver handle is needed")
+
+
+def _entered(device: int, stream) -> ExitStack:
+    """The device, and the stream if one is given, as CuPy's current ones."""
+    scope = ExitStack()
+    scope.enter_context(cupy.cuda.Device(device))
+    if stream is not None:
+        scope.enter_context(_as_stream(stream, device))
+    return scope

@@ -1,0 +1,155 @@
+"""Numba device arrays and other producers of GPU arrays, by DLPack or `__cuda_array_interface__`.
+
+Results are Numba device arrays. Without `stream` the work is queued on Numba's default stream. Other producers may
+reuse the memory of an array as soon as the caller drops it, and do not know our stream: without `stream` the call
+then waits for its own work; with one, the caller keeps the arrays until that stream has reached the end of the call.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Hashable
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+from cuda.core.utils import StridedMemoryView
+from numba import cuda
+
+from numba_attn.problem import Operand, contiguous_strides, strides_in_elements
+
+DEFAULT_STREAM = 0
+LEGACY_STREAM = 1  # the default stream's name in DLPack and in the interface, where 0 is not allowed
+DLPACK_CUDA = (2, 13)  # kDLCUDA and kDLCUDAManaged
+
+
+@dataclass(frozen=True, slots=True)
+class Adopted:
+    """An imported array; its import lives as long as this."""
+
+    array: Any
+    pointer: int
+    shape: tuple[int, ...]
+    strides: tuple[int, ...]
+    dtype: str
+    device: int | None
+    read_only: bool
+    view: Any = None
+
+
+class _Interface:
+    """A producer's `__cuda_array_interface__` in version 3, with a legal stream."""
+
+    def __init__(self, description: dict):
+        stream = description.get("stream")
+        self.__cuda_array_interface__ = {
+            **description,
+            "version": 3,
+            "stream": LEGACY_STREAM if stream == DEFAULT_STREAM else stream,
+        }
+
+
+def adopt(array: Any, name: str, stream) -> Adopted:
+    if isinstance(array, Adopted):
+        return array
+    source, device = _source(array, name)
+    if device is None:
+        shape = tuple(source.__cuda_array_interface__["shape"])
+        return Adopted(array, 0, shape, contiguous_strides(shape), _dtype(array, source), None, False)
+    consumer = LEGACY_STREAM if stream is None else _handle(stream) or LEGACY_STREAM
+    with cuda.gpus[device]:
+        view = StridedMemoryView.from_any_interface(source, stream_ptr=consumer)
+    shape = tuple(view.shape)
+    strides = contiguous_strides(shape) if view.strides is None else tuple(view.strides)
+    if isinstance(source, _Interface) and (in_bytes := source.__cuda_array_interface__.get("strides")):
+        strides = strides_in_elements(name, in_bytes, view.dtype.itemsize)
+    return Adopted(array, view.ptr, shape, strides, _dtype(array, view), device, view.readonly, view)
+
+
+def _source(array: Any, name: str) -> tuple[Any, int | None]:
+    """The object to import from, and its device: None for an empty array without one."""
+    if hasattr(array, "__dlpack_device__"):
+        kind, device = array.__dlpack_device__()
+        if kind not in DLPACK_CUDA:
+            raise ValueError(
+                f"{name} is not on a GPU: a device array is needed (numba_attn.sim.attention runs on a CPU)"
+            )
+        return array, int(device)
+    source = _Interface(array.__cuda_array_interface__)
+    if 0 in source.__cuda_array_interface__["shape"]:
+        return source, None
+    cuda.current_context()
+    return source, StridedMemoryView.from_cuda_array_interface(source, stream_ptr=-1).device_id
+
+
+def _dtype(array: Any, source: Any) -> str:
+    if hasattr(array, "dtype"):
+        return str(array.dtype)
+    return str(source.dtype if hasattr(source, "dtype") else np.dtype(source.__cuda_array_interface__["typestr"]))
+
+
+def read(array: Adopted, name: str) -> tuple[int, Hashable]:
+    return array.pointer, (array.shape, array.strides, array.dtype, array.device, array.read_only)
+
+
+def operand(array: Adopted, name: str) -> Operand:
+    if name == "out" and array.read_only:
+        raise ValueError("out is read-only")
+    return Operand(name, array.shape, array.strides, array.dtype, array.device, array.pointer)
+
+
+def empty(like: Adopted, shape, strides, dtype: str, stream):
+    with cuda.gpus[_device(like.device)]:
+        return cuda.device_array(shape, dtype, stream=as_numba_stream(stream))
+
+
+def fill(array: Any, value: float, stream) -> None:
+    target = adopt(array, "out", stream)
+    with cuda.gpus[_device(target.device)]:
+        view = cuda.from_cuda_array_interface(
+            {
+                "version": 3,
+                "shape": target.shape,
+                "strides": tuple(stride * np.dtype(target.dtype).itemsize for stride in target.strides),
+                "typestr": np.dtype(target.dtype).str,
+                "data": (target.pointer, False),
+            }
+        )
+        view.setitem(slice(None), np.dtype(target.dtype).type(value), as_numba_stream(stream))
+
+
+def pointer(array: Any) -> int:
+    return array.pointer if isinstance(array, Adopted) else array.device_ctypes_pointer.value or 0
+
+
+def stream_handle(device: int, stream) -> int:
+    return DEFAULT_STREAM if stream is None else _handle(stream)
+
+
+def release(adopted: tuple, stream) -> None:
+    first = adopted[0]
+    if stream is None and not hasattr(first.array, "__cuda_ndarray__") and first.device is not None:
+        with cuda.gpus[first.device]:
+            cuda.default_stream().synchronize()
+
+
+def current_device() -> int:
+    return cuda.get_current_device().id
+
+
+def _device(device: int | None) -> int:
+    return current_device() if device is None else device
+
+
+def _handle(stream) -> int:
+    if isinstance(stream, int):
+        return stream
+    if hasattr(stream, "__cuda_stream__"):
+        protocol = stream.__cuda_stream__
+        return int((protocol() if callable(protocol) else protocol)[1])
+    raise TypeError(f"stream is a {type(stream).__name__}: a Numba stream or a driver handle is needed")
+
+
+def as_numba_stream(stream):
+    """The stream as Numba's functions take it: 0 for the default one."""
+    handle = DEFAULT_STREAM if stream is None else _handle(stream)
+    return cuda.external_stream(handle) if handle else 0

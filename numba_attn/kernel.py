@@ -1,0 +1,75 @@
+"""The record that a kernel file exports: what it is, what it can serve, and how it is launched.
+
+A kernel file ends with `KERNEL = Kernel(...)`. The record holds plain functions of a `Problem`, a `Device` and a
+`Config`; none of them touches a GPU.
+
+`Config` stands for a frozen dataclass of the kernel file's own. It holds every compile-time constant of the kernel
+(tile sizes and options such as causality), so that equal configs mean equal machine code.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Hashable, Iterable
+from dataclasses import dataclass
+
+from numba_attn.problem import Device, Problem
+
+OPERANDS = {"Q": 4, "K": 4, "V": 4, "O": 4, "lse": 3}
+"""Dimensions of the arrays that every launch may name in its `args`; `scale` is the one scalar, an fp32."""
+
+
+@dataclass(frozen=True, slots=True)
+class Workspace:
+    """A temporary array of one call, taken from the caller's allocator and not initialised."""
+
+    shape: tuple[int, ...]
+    dtype: str = "float32"
+
+
+@dataclass(frozen=True, slots=True)
+class Launch:
+    """One grid of one compiled function."""
+
+    build: Callable[[Hashable], Callable]
+    """`build(config)` defines the kernel with the config's values as closure constants and returns it."""
+    config: Hashable
+    args: tuple[str, ...]
+    """The kernel's parameters in order: names of `OPERANDS`, `scale`, or names of workspaces."""
+    grid: int
+    threads: int
+    smem_bytes: int = 0
+    """Dynamic shared memory."""
+    cluster: int = 1
+    """Blocks of a thread block cluster."""
+    min_blocks: int = 1
+    """Blocks that an SM must be able to hold: bounds the registers of a thread."""
+
+
+def no_workspace(problem: Problem, config: Hashable) -> dict[str, Workspace]:
+    """Most kernels need none."""
+    return {}
+
+
+@dataclass(frozen=True, slots=True)
+class Kernel:
+    """An attention kernel: one or several launches over a named workspace."""
+
+    name: str
+    """Algorithm and arithmetic, as the file is called: `flash_fp32`."""
+    summary: str
+    """One line for `explain`, `info` and the README's table."""
+    accuracy: str
+    """Accuracy class that its results are held to (`numba_attn.testing`)."""
+    supports: Callable[[Problem, Device], str | None]
+    """Why it cannot serve the problem on the device, or None if it can."""
+    suits: Callable[[Problem, Device], str | None]
+    """Why another kernel should be preferred, or None if this one is a good choice."""
+    config: Callable[[Problem, Device], Hashable]
+    """The heuristic: always one of `configs`."""
+    configs: Callable[[], Iterable[Hashable]]
+    """Every config that the heuristic can choose: what `precompile` builds and the compile gates check."""
+    small_config: Callable[[Problem], Hashable]
+    """The smallest tiles of the same body, for the simulator: several blocks, tiles and slices at small shapes."""
+    launches: Callable[[Problem, Hashable], tuple[Launch, ...]]
+    """The grids of one call, in order."""
+    workspace: Callable[[Problem, Hashable], dict[str, Workspace]] = no_workspace

@@ -1,0 +1,288 @@
+"""Register tiles in plain FP32: the best that one fused multiply-add per product can do on any card.
+
+Algorithm. For a block of query rows, over chunks of BLOCK_N keys:
+
+    1.  S = Q K^T                    in registers, D walked in slices of BLOCK_D
+    2.  S = scale S, -inf where the key does not count
+    3.  m_new = max(m, rowmax S)     alpha = exp(m - m_new)     P = exp(S - m_new), to shared memory
+    4.  l = alpha l + rowsum P
+    5.  O = alpha O + P V            Dv walked in slices, one register tile each
+    and after the last chunk O = O / l, lse = m + ln l.
+
+Work split. One block per (batch, head, BLOCK_M query rows); warp w owns rows ROWS w .. ROWS w + ROWS - 1 whole, so
+row statistics need shuffles alone and P never leaves its warp. A lane holds ROWS x COLUMNS of S (columns lane + 32 j)
+and then ROWS x DV_COLUMNS of O. Per four steps of the summed dimension a lane does ROWS (broadcast) and COLUMNS
+16-byte shared loads for 4 ROWS COLUMNS FMAs: 24 for 512 with 16 x 8.
+
+Memory. P: 4 BLOCK_M (BLOCK_N + 4) bytes, kept for the whole chunk, so that S is computed once however large Dv is.
+Ring of STAGES slots, filled by cp.async: 4 (BLOCK_M + BLOCK_N) (BLOCK_D + 4) bytes each for Q and K, the same bytes
+later for V. O is accumulated in the output itself, read and written once per chunk and slice: BLOCK_N / 2 FMAs per
+byte. Accumulators: ROWS COLUMNS, then ROWS DV_COLUMNS registers per lane.
+
+Numerics. One fp32 FMA chain per score over D and per output over the keys of a chunk; chunks are added in fp32.
+exp by ex2.approx. A pair that does not count is left out of P V by its position.
+
+Limits. A grid below 2^31 blocks and the shared memory of the smallest config.
+
+Source. FlashAttention-2 (Dao 2023), sections 3.1 and 3.2, with the roles of the loops over Dv and keys exchanged
+inside a chunk; register blocking as in every SGEMM since Volkov and Demmel 2008.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+from numba import cuda, float32
+
+from numba_attn.device.mask import Mask
+from numba_attn.device.math import cdiv
+from numba_attn.device.ptx import cp_async_commit, cp_async_wait
+from numba_attn.device.smem import shared_tile, tile_bytes
+from numba_attn.device.softmax import NEG_INF, ONE, ZERO, log_sum_exp, reciprocal
+from numba_attn.device.tile import (
+    WARP,
+    copy_tile_async,
+    fill,
+    mma_AB,
+    mma_ABt,
+    online_softmax,
+    output_rows,
+    scale_and_mask,
+    store_rows,
+)
+from numba_attn.kernel import Kernel, Launch
+from numba_attn.problem import MAX_GRID, Device, Problem
+
+PAD = 4  # words per row that spread eight rows over the 32 banks, see device/smem.py
+
+
+@dataclass(frozen=True)
+class Config:
+    warps: int
+    rows: int
+    columns: int
+    dv_columns: int
+    block_d: int
+    block_k: int
+    stages: int
+    vector: int
+    is_causal: bool
+
+    def __post_init__(self):
+        for name, length in (("block_d", self.block_d), ("block_k", self.block_k)):
+            if length % 4:
+                raise ValueError(f"{name}={length} must be a multiple of 4, the elements of one shared load")
+        for rows, length in ((self.block_m, self.block_d), (self.block_n, self.block_d), (self.block_k, self.block_dv)):
+            chunks = length // self.vector
+            if self.threads % chunks or rows % (self.threads // chunks):
+                raise ValueError(f"{self.threads=} do not share a tile of {rows} x {length} evenly, {self.vector=}")
+        if self.block_n % self.block_k:
+            raise ValueError(f"{self.block_n=} must be a multiple of {self.block_k=}")
+
+    @property
+    def threads(self) -> int:
+        return WARP * self.warps
+
+    @property
+    def block_m(self) -> int:
+        return self.warps * self.rows
+
+    @property
+    def block_n(self) -> int:
+        return WARP * self.columns
+
+    @property
+    def block_dv(self) -> int:
+        return WARP * self.dv_columns
+
+    @property
+    def dv_vector(self) -> int:
+        """Elements of O and V that a lane holds side by side."""
+        return min(self.dv_columns, 4)
+
+    @property
+    def p_bytes(self) -> int:
+        return tile_bytes((self.block_m, self.block_n), self.block_n + PAD)
+
+    @property
+    def q_bytes(self) -> int:
+        return tile_bytes((self.stages, self.block_m, self.block_d), self.block_d + PAD)
+
+    @property
+    def k_bytes(self) -> int:
+        return tile_bytes((self.stages, self.block_n, self.block_d), self.block_d + PAD)
+
+    @property
+    def v_bytes(self) -> int:
+        return tile_bytes((self.stages, self.block_k, self.block_dv))
+
+    @property
+    def smem_bytes(self) -> int:
+        return self.p_bytes + max(self.q_bytes + self.k_bytes, self.v_bytes)
+
+
+# 8 warps of 16 rows and 255 registers fill an SM; 16 x 8 patches keep the FMA units, not shared memory, the limit.
+WIDE = {"warps": 8, "rows": 16, "columns": 8, "block_d": 16, "block_k": 16, "stages": 2}
+# Below 227 KB of shared memory a block: half the rows, half the keys.
+NARROW = {"warps": 4, "rows": 16, "columns": 4, "block_d": 16, "block_k": 16, "stages": 2}
+DV_COLUMNS = (2, 4, 8)
+
+
+def supports(problem: Problem, device: Device) -> str | None:
+    blocks = problem.B * problem.H * cdiv(problem.Lq, 64)
+    if blocks > MAX_GRID:
+        return f"needs {blocks} blocks, a grid holds {MAX_GRID}"
+    smallest = Config(**NARROW, dv_columns=DV_COLUMNS[0], vector=1, is_causal=False).smem_bytes
+    if device.smem_per_block_bytes < smallest:
+        return f"needs {smallest} bytes of shared memory a block, {device.name} has {device.smem_per_block_bytes}"
+    return None
+
+
+def suits(problem: Problem, device: Device) -> str | None:
+    return None
+
+
+def configs():
+    for tiles in (WIDE, NARROW):
+        for dv_columns in DV_COLUMNS:
+            for vector in (4, 1):
+                for is_causal in (False, True):
+                    yield Config(**tiles, dv_columns=dv_columns, vector=vector, is_causal=is_causal)
+
+
+def config(problem: Problem, device: Device) -> Config:
+    options = {"vector": 4 if problem.vector == 4 else 1, "is_causal": problem.is_causal}
+    dv_columns = next((c for c in DV_COLUMNS if WARP * c >= problem.Dv), DV_COLUMNS[-1])
+    wide = Config(**WIDE, dv_columns=dv_columns, **options)
+    return wide if wide.smem_bytes <= device.smem_per_block_bytes else Config(**NARROW, dv_columns=dv_columns, **options)
+
+
+def small_config(problem: Problem) -> Config:
+    vector = 4 if problem.vector == 4 else 1
+    tiles = {"warps": 2, "rows": 4, "columns": 1, "dv_columns": 1, "block_d": 8 * vector, "block_k": 8, "stages": 2}
+    return Config(**tiles, vector=vector, is_causal=problem.is_causal)
+
+
+def launches(problem: Problem, config: Config) -> tuple[Launch, ...]:
+    grid = problem.B * problem.H * cdiv(problem.Lq, config.block_m)
+    args = ("Q", "K", "V", "O", "lse", "scale")
+    return (Launch(build, config, args, grid, config.threads, config.smem_bytes),)
+
+
+def build(config: Config):
+    ROWS, COLUMNS, DV_COLUMNS, DV_VECTOR = config.rows, config.columns, config.dv_columns, config.dv_vector
+    BLOCK_M, BLOCK_N, BLOCK_D = config.block_m, config.block_n, config.block_d
+    BLOCK_K, BLOCK_DV, STAGES = config.block_k, config.block_dv, config.stages
+    AHEAD = STAGES - 1  # slots in flight while one is read
+    SELECT = config.is_causal
+    P_TILE = shared_tile(0, (BLOCK_M, BLOCK_N), BLOCK_N + PAD)
+    Q_TILES = shared_tile(config.p_bytes, (STAGES, BLOCK_M, BLOCK_D), BLOCK_D + PAD)
+    K_TILES = shared_tile(config.p_bytes + config.q_bytes, (STAGES, BLOCK_N, BLOCK_D), BLOCK_D + PAD)
+    V_TILES = shared_tile(config.p_bytes, (STAGES, BLOCK_K, BLOCK_DV))
+    mask = Mask(config.is_causal)
+    attends, end_of_row = mask.attends, mask.end
+    copy_tile = copy_tile_async(config.threads, config.vector)
+    wait_slot, wait_all = cp_async_wait(AHEAD - 1), cp_async_wait(0)
+    qk = mma_ABt(ROWS, COLUMNS)
+    pv = mma_AB(ROWS, DV_COLUMNS, DV_VECTOR)
+    pv_selected = mma_AB(ROWS, DV_COLUMNS, DV_VECTOR, attends)
+    load_output, store_output = output_rows(ROWS, DV_COLUMNS, DV_VECTOR, min(config.vector, DV_VECTOR))
+
+    @cuda.jit
+    def flash_fp32(Q, K, V, O, lse, scale):
+        # who am I: block -> batch, head, m_block; a warp owns ROWS query rows
+        H, Lq, D = Q.shape[1], Q.shape[2], Q.shape[3]
+        Lk, Dv = K.shape[2], V.shape[3]
+        m_blocks = (Lq + BLOCK_M - 1) // BLOCK_M
+        head = cuda.blockIdx.x // m_blocks
+        # Under causality the last rows have the most keys: start with them.
+        m0 = (m_blocks - 1 - cuda.blockIdx.x % m_blocks) * BLOCK_M
+        b, h = head // H, head % H
+        tid = cuda.threadIdx.x
+        warp, lane = tid // WARP, tid % WARP
+        row_in_block = warp * ROWS
+        row0 = m0 + row_in_block
+        gQ, gK, gV, gO = Q[b, h], K[b, h], V[b, h], O[b, h]
+        sP, sQ, sK, sV = P_TILE(), Q_TILES(), K_TILES(), V_TILES()
+        S = cuda.local.array((ROWS, COLUMNS), float32)  # then P
+        acc = cuda.local.array((ROWS, DV_COLUMNS), float32)
+        m, l = NEG_INF, ZERO
+        n_end = end_of_row(min(m0 + BLOCK_M, Lq) - 1, Lk)
+        d_blocks = (D + BLOCK_D - 1) // BLOCK_D
+        dv_blocks = (Dv + BLOCK_DV - 1) // BLOCK_DV
+
+        # At least one turn, so that rows without keys are written too.
+        for n0 in range(0, max(n_end, 1), BLOCK_N):
+            # S = Q K^T, slices of D in a ring of STAGES slots
+            fill(S, ZERO)
+            for step in range(AHEAD + d_blocks):
+                d_block = step - AHEAD
+                if d_block >= 0:
+                    wait_slot()
+                    # Slice d_block is visible to all, and all are done with the slot that is filled next.
+                    cuda.syncthreads()
+                if step < d_blocks:
+                    copy_tile(sQ[step % STAGES], gQ, m0, step * BLOCK_D, Lq, tid)
+                    copy_tile(sK[step % STAGES], gK, n0, step * BLOCK_D, n_end, tid)
+                cp_async_commit()
+                if d_block >= 0:
+                    qk(S, sQ[d_block % STAGES], row_in_block, sK[d_block % STAGES], lane)
+            wait_all()
+
+            # P = exp(scale S - m) where the key counts
+            scale_and_mask(S, scale, attends, row0, n0, Lk, lane)
+            m, l, alpha = online_softmax(S, m, l, lane)
+            store_rows(sP, S, row_in_block, lane)
+            beta = ONE
+            if n0 + BLOCK_N >= n_end:
+                # finish: O = O / l, lse = m + ln l
+                beta = reciprocal(l)
+                if lane < ROWS and row0 + lane < lse.shape[2]:
+                    lse[b, h, row0 + lane] = log_sum_exp(m, l)
+
+            # O = alpha O + P V, slice by slice of Dv, keys in a ring of STAGES slots
+            k_blocks = (min(BLOCK_N, n_end - n0) + BLOCK_K - 1) // BLOCK_K
+            for dv_block in range(dv_blocks):
+                dv0 = dv_block * BLOCK_DV
+                # Every warp is done with the slots, and with writing its rows of P.
+                cuda.syncthreads()
+                if n0 == 0:
+                    fill(acc, ZERO)
+                else:
+                    load_output(acc, gO, row0, dv0, alpha, lane)
+                for step in range(AHEAD + k_blocks):
+                    k_block = step - AHEAD
+                    if k_block >= 0:
+                        wait_slot()
+                        # Keys of k_block are visible to all, and all are done with the slot that is filled next.
+                        cuda.syncthreads()
+                    if step < k_blocks:
+                        copy_tile(sV[step % STAGES], gV, n0 + step * BLOCK_K, dv0, n_end, tid)
+                    cp_async_commit()
+                    if k_block >= 0:
+                        k0 = k_block * BLOCK_K
+                        slot = k_block % STAGES
+                        if not SELECT or n0 + k0 + BLOCK_K <= end_of_row(row0, Lk):
+                            pv(acc, sP, row_in_block, k0, sV[slot], lane, row0, n0 + k0, Lk)
+                        elif n0 + k0 < end_of_row(row0 + ROWS - 1, Lk):
+                            pv_selected(acc, sP, row_in_block, k0, sV[slot], lane, row0, n0 + k0, Lk)
+                wait_all()
+                store_output(gO, acc, row0, dv0, beta, lane)
+            # Every warp is done with the slots of V before those of Q and K are filled.
+            cuda.syncthreads()
+
+    return flash_fp32
+
+
+KERNEL = Kernel(
+    name="flash_fp32",
+    summary="register tiles over chunks of keys, plain FP32 arithmetic",
+    accuracy="fp32",
+    supports=supports,
+    suits=suits,
+    config=config,
+    configs=configs,
+    small_config=small_config,
+    launches=launches,
+)

@@ -1,0 +1,203 @@
+"""One warp per query, one lane per key: online softmax with shuffles and shared tiles.
+
+Algorithm. For each query, over tiles of 32 keys, lane t having key t of the tile:
+
+    1.  s_t = scale q . k_t                      lane t alone, D walked in slices of BLOCK_D
+    2.  m_new = max(m, max_t s_t)                five shuffles
+    3.  alpha = exp(m - m_new)   p_t = exp(s_t - m_new)
+    4.  l = alpha l + sum_t p_t                  five shuffles
+    5.  acc = alpha acc + sum_t p_t v_t          p_t broadcast from lane t's register, one shuffle a key
+    and after the last tile O = acc / l, lse = m + ln l.
+
+Work split. One block per (batch, head, WARPS query rows); each warp has one row, all warps share the tiles of K and
+V. In step 5 lane t owns the columns t + 32 i of O.
+
+Memory. Slices staged in shared memory: 4 (WARPS + 32) (BLOCK_D + 1) bytes for Q and K, 4 V_KEYS DV_BUCKET for V. The
+odd row stride puts the 32 keys of a column of K into 32 banks. acc: DV_BUCKET / 32 registers per lane.
+
+Numerics. One fp32 FMA chain per score over D and per output over the keys. A key that does not count is skipped by
+its position, never multiplied with zero.
+
+Limits. Dv up to 1024 (acc in registers), a grid below 2^31 blocks.
+
+Source. Online softmax: Milakov and Gimelshein 2018. One lane per key: the CUDA programming model's own reading of
+FlashAttention (Dao et al. 2022), algorithm 1, with a block of 32 keys.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+import numpy as np
+from numba import cuda, float32
+
+from numba_attn.device.math import cdiv
+from numba_attn.kernel import Kernel, Launch
+from numba_attn.problem import MAX_GRID, Device, Problem
+
+WARP = 32
+ALL_LANES = 0xFFFFFFFF
+DV_BUCKETS = (32, 64, 128, 256, 512, 1024)
+ZERO, ONE, NEG_INF = np.float32(0), np.float32(1), np.float32(-np.inf)
+
+
+@dataclass(frozen=True)
+class Config:
+    warps: int
+    block_d: int
+    v_keys: int
+    dv_bucket: int
+    is_causal: bool
+    min_blocks: int = 1
+
+    def __post_init__(self):
+        if self.dv_bucket % WARP or WARP % self.v_keys:
+            raise ValueError(f"{self.dv_bucket=} must be a multiple of {WARP}, {self.v_keys=} divide it")
+
+    @property
+    def threads(self) -> int:
+        return WARP * self.warps
+
+
+# 16 warps share each tile; two such blocks fit an SM. V takes at most 32 KB of the 48 KB of static shared memory.
+WARPS, BLOCK_D, V_WORDS = 16, 64, 8192
+
+
+def supports(problem: Problem, device: Device) -> str | None:
+    if problem.Dv > DV_BUCKETS[-1]:
+        return f"keeps Dv in registers, up to {DV_BUCKETS[-1]}: Dv={problem.Dv}"
+    blocks = problem.B * problem.H * cdiv(problem.Lq, WARPS)
+    if blocks > MAX_GRID:
+        return f"needs {blocks} blocks, a grid holds {MAX_GRID}"
+    return None
+
+
+def suits(problem: Problem, device: Device) -> str | None:
+    return "one FMA per two shared loads: flash_fp32 is several times faster"
+
+
+def _config(dv_bucket: int, is_causal: bool) -> Config:
+    return Config(WARPS, BLOCK_D, min(WARP, V_WORDS // dv_bucket), dv_bucket, is_causal)
+
+
+def configs():
+    for dv_bucket in DV_BUCKETS:
+        for is_causal in (False, True):
+            yield _config(dv_bucket, is_causal)
+
+
+def config(problem: Problem, device: Device) -> Config:
+    return _config(next(bucket for bucket in DV_BUCKETS if bucket >= problem.Dv), problem.is_causal)
+
+
+def small_config(problem: Problem) -> Config:
+    return Config(warps=2, block_d=32, v_keys=8, dv_bucket=next(b for b in DV_BUCKETS if b >= problem.Dv), is_causal=problem.is_causal)
+
+
+def launches(problem: Problem, config: Config) -> tuple[Launch, ...]:
+    grid = problem.B * problem.H * cdiv(problem.Lq, config.warps)
+    args = ("Q", "K", "V", "O", "lse", "scale")
+    return (Launch(build, config, args, grid, config.threads, min_blocks=config.min_blocks),)
+
+
+def build(config: Config):
+    WARPS, BLOCK_D, CAUSAL = config.warps, config.block_d, config.is_causal
+    DV_BUCKET, V_KEYS = config.dv_bucket, config.v_keys
+    ROW_STRIDE = BLOCK_D + 1
+    ACC = DV_BUCKET // WARP
+    D_COLUMNS, V_LOADS = BLOCK_D // WARP, V_KEYS * ACC // WARPS
+
+    @cuda.jit
+    def warp_tile_fp32(Q, K, V, O, lse, scale):
+        # who am I: block -> batch, head, WARPS query rows; one row per warp, one key per lane
+        H, Lq, D = Q.shape[1], Q.shape[2], Q.shape[3]
+        Lk, Dv = K.shape[2], V.shape[3]
+        m_blocks = (Lq + WARPS - 1) // WARPS
+        head = cuda.blockIdx.x // m_blocks
+        m0 = cuda.blockIdx.x % m_blocks * WARPS
+        b, h = head // H, head % H
+        tid = cuda.threadIdx.x
+        warp, lane = tid // WARP, tid % WARP
+        row = m0 + warp
+        gQ, gK, gV = Q[b, h], K[b, h], V[b, h]
+        sQ = cuda.shared.array((WARPS, ROW_STRIDE), float32)
+        sK = cuda.shared.array((WARP, ROW_STRIDE), float32)
+        sV = cuda.shared.array((V_KEYS, DV_BUCKET), float32)
+        acc = cuda.local.array(ACC, float32)
+        for i in range(ACC):
+            acc[i] = ZERO
+        m, l = NEG_INF, ZERO
+        n_end = min(m0 + WARPS, Lk) if CAUSAL else Lk
+
+        for n0 in range(0, n_end, WARP):
+            # S: lane t sums the whole score of key n0 + t, slice by slice of D
+            s = ZERO
+            for d0 in range(0, D, BLOCK_D):
+                cuda.syncthreads()  # everybody is done with the last slice
+                for i in range(D_COLUMNS):
+                    d = lane + WARP * i
+                    inside = d0 + d < D
+                    sQ[warp, d] = gQ[row, d0 + d] if inside & (row < Lq) else ZERO
+                    for r in range(WARP // WARPS):
+                        k = warp + WARPS * r
+                        sK[k, d] = gK[n0 + k, d0 + d] if inside & (n0 + k < n_end) else ZERO
+                cuda.syncthreads()  # the slice is there for everybody
+                for d in range(BLOCK_D):
+                    s += sQ[warp, d] * sK[lane, d]
+
+            # online softmax over the 32 lanes
+            n_keys = min(WARP, n_end - n0)
+            if CAUSAL:
+                n_keys = min(n_keys, row + 1 - n0)
+            s = s * scale if lane < n_keys else NEG_INF
+            m_new = s
+            for offset in (16, 8, 4, 2, 1):
+                m_new = max(m_new, cuda.shfl_xor_sync(ALL_LANES, m_new, offset))
+            m_new = max(m, m_new)
+            base = m_new if m_new > NEG_INF else ZERO  # exp(-inf - -inf) is NaN
+            p = float32(math.exp(s - base))
+            alpha = float32(math.exp(m - base))
+            total = p
+            for offset in (16, 8, 4, 2, 1):
+                total += cuda.shfl_xor_sync(ALL_LANES, total, offset)
+            m = m_new
+            l = l * alpha + total
+
+            # acc = alpha acc + P V, V_KEYS keys at a time; a warp stops at its last key, so no other is ever read
+            for i in range(ACC):
+                acc[i] *= alpha
+            for k0 in range(0, min(WARP, n_end - n0), V_KEYS):
+                cuda.syncthreads()  # everybody is done with the last keys
+                for i in range(V_LOADS):
+                    k, d = (warp + WARPS * i) // ACC, lane + WARP * ((warp + WARPS * i) % ACC)
+                    sV[k, d] = gV[n0 + k0 + k, d] if (d < Dv) & (n0 + k0 + k < n_end) else ZERO
+                cuda.syncthreads()  # the keys are there for everybody
+                for k in range(k0, min(k0 + V_KEYS, n_keys)):
+                    p_k = cuda.shfl_sync(ALL_LANES, p, k)
+                    for i in range(ACC):
+                        acc[i] += p_k * sV[k - k0, lane + WARP * i]
+
+        # finish: O = acc / l, lse = m + ln l; a row without keys is 0 and -inf
+        if row < Lq:
+            inverse = ONE / l if l != ZERO else ZERO
+            for i in range(ACC):
+                if lane + WARP * i < Dv:
+                    O[b, h, row, lane + WARP * i] = acc[i] * inverse
+            if lane == 0 and row < lse.shape[2]:
+                lse[b, h, row] = m + float32(math.log(l)) if l != ZERO else NEG_INF
+
+    return warp_tile_fp32
+
+
+KERNEL = Kernel(
+    name="warp_tile_fp32",
+    summary="one warp per query, one lane per key: online softmax with shuffles and shared tiles",
+    accuracy="fp32",
+    supports=supports,
+    suits=suits,
+    config=config,
+    configs=configs,
+    small_config=small_config,
+    launches=launches,
+)

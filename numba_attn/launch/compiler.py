@@ -1,0 +1,120 @@
+"""Python function to cubin, without a GPU: Numba and NVVM to LTO-IR, nvJitLink to machine code.
+
+Linking LTO-IR, not PTX, keeps `setmaxnreg` in force and reports registers and spills. Nothing here loads or runs
+anything.
+"""
+
+from __future__ import annotations
+
+import re
+import threading
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass
+
+from numba import cuda
+from numba.cuda import types
+
+from numba_attn.kernel import OPERANDS, Launch, Workspace
+from numba_attn.launch import cache
+from numba_attn.tensor import Tensor
+
+FLAGS = {"fastmath": False, "output": "ltoir", "device": False, "abi": "numba"}
+"""fastmath would flush denormals and approximate divisions: never for a kernel that is held to a class of accuracy."""
+
+_compiling = threading.Lock()
+
+
+@dataclass(frozen=True, slots=True)
+class Binary:
+    """Machine code of one kernel and what ptxas says of it."""
+
+    cubin: bytes
+    entry: str
+    """The mangled name in the cubin."""
+    registers: int
+    spill_bytes: int
+    """Bytes of spill stores plus spill loads."""
+    stack_bytes: int
+    static_smem_bytes: int
+
+    @property
+    def report(self) -> dict:
+        return {k: v for k, v in asdict(self).items() if k != "cubin"}
+
+
+def argument_types(launch: Launch, workspace: Mapping[str, Workspace]) -> tuple:
+    """Numba types of the kernel's parameters, from their names."""
+    result = []
+    for name in launch.args:
+        if name == "scale":
+            result.append(types.float32)
+        elif name in OPERANDS:
+            result.append(Tensor(types.float32, OPERANDS[name]))
+        else:
+            result.append(Tensor(getattr(types, workspace[name].dtype), len(workspace[name].shape)))
+    return tuple(result)
+
+
+def compute_capability(arch: str) -> tuple:
+    """`sm_90a` as Numba spells it: (9, 0, "a")."""
+    match = re.fullmatch(r"sm_(\d+)(\d)([af]?)", arch)
+    if match is None:
+        raise ValueError(f"arch must be like sm_80, sm_90a or sm_120, not {arch!r}")
+    major, minor, suffix = match.groups()
+    return (int(major), int(minor), suffix) if suffix else (int(major), int(minor))
+
+
+def binary(launch: Launch, workspace: Mapping[str, Workspace], arch: str) -> Binary:
+    """The launch's machine code for `arch`, from the disk cache or compiled now."""
+    function = launch.build(launch.config)
+    signature = types.void(*argument_types(launch, workspace))
+    options = {**FLAGS, "launch_bounds": (launch.threads, launch.min_blocks)}
+    key = cache.key(function, {"signature": str(signature), "options": options, "arch": arch})
+    found = cache.read(key)
+    if found is not None:
+        report, cubin = found
+        return Binary(cubin=cubin, **report)
+    with _compiling:
+        made = _link(_ltoir(function, signature, options, arch), arch)
+    cache.write(key, made.report, made.cubin)
+    return made
+
+
+def ptx(launch: Launch, workspace: Mapping[str, Workspace], arch: str) -> str:
+    """The launch's PTX after link-time optimisation, for reading and for the compile gates."""
+    function = launch.build(launch.config)
+    signature = types.void(*argument_types(launch, workspace))
+    options = {**FLAGS, "launch_bounds": (launch.threads, launch.min_blocks)}
+    with _compiling:
+        code, _ = _run_linker(_ltoir(function, signature, options, arch), arch, "ptx")
+    return code.decode()
+
+
+def _ltoir(function, signature, options: dict, arch: str) -> bytes:
+    code, _ = cuda.compile(function.py_func, signature, cc=compute_capability(arch), **options)
+    return code
+
+
+def _run_linker(ltoir: bytes, arch: str, target: str) -> tuple[bytes, str]:
+    from cuda.core import Linker, LinkerOptions, ObjectCode
+
+    options = LinkerOptions(arch=arch, link_time_optimization=True, ptx=target == "ptx", ptxas_options=["-v"])
+    linker = Linker(ObjectCode.from_ltoir(ltoir), options=options)
+    code = bytes(linker.link(target).code)
+    return code, linker.get_info_log()
+
+
+def _link(ltoir: bytes, arch: str) -> Binary:
+    cubin, log = _run_linker(ltoir, arch, "cubin")
+
+    def total(pattern: str) -> int:
+        return sum(int(n) for n in re.findall(pattern, log))
+
+    return Binary(
+        cubin=cubin,
+        entry=re.search(rb"\x00\.text\.(\w+)\x00", cubin).group(1).decode(),
+        registers=total(r"Used (\d+) registers"),
+        spill_bytes=total(r"(\d+) bytes spill stores") + total(r"(\d+) bytes spill loads"),
+        stack_bytes=total(r"(\d+) bytes stack frame"),
+        static_smem_bytes=total(r"(\d+) bytes smem"),
+    )

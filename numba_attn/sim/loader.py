@@ -1,0 +1,78 @@
+"""Loads a kernel from changed source: its own, or that of a module of verbs that it depends on."""
+
+from __future__ import annotations
+
+import ast
+import importlib
+import importlib.util
+import inspect
+import sys
+from pathlib import Path
+
+PACKAGE = "numba_attn.device"
+
+
+class Loader:
+    """Executes sources as modules, from files in `folder`, so that messages can show their lines."""
+
+    def __init__(self, path: Path, folder: Path, name: str):
+        self.path = path
+        self.folder = folder
+        self.name = name
+        self.source = path.read_text(encoding="utf-8")
+        self.count = 0
+        self.modules: list[str] = []
+        """Modules of verbs that the kernel depends on, each after those that it depends on itself."""
+        self._imports: dict[str, set[str]] = {}
+        self._visit(self.source)
+
+    def kernel(self, source: str | None = None, module: str | None = None):
+        """The kernel with `source` in place of that of `module`, or of its own file."""
+        if module is None:
+            return getattr(self._execute(self.path.stem, source or self.source), self.name)
+        changed = {}
+        originals = {name: sys.modules[name] for name in self.modules}
+        try:
+            for name in self.modules:
+                # Who imports verbs from a changed module must import them anew.
+                if name == module or self._imports[name] & changed.keys():
+                    text = source if name == module else inspect.getsource(originals[name])
+                    changed[name] = self._execute(name, text)
+                    _install(name, changed[name])
+            return getattr(self._execute(self.path.stem, self.source), self.name)
+        finally:
+            for name in changed:
+                _install(name, originals[name])
+
+    def _visit(self, source: str) -> set[str]:
+        imported = set()
+        for node in ast.walk(ast.parse(source)):
+            if isinstance(node, ast.ImportFrom) and node.module == PACKAGE:
+                imported |= {f"{PACKAGE}.{alias.name}" for alias in node.names}
+            elif isinstance(node, ast.ImportFrom) and (node.module or "").startswith(PACKAGE + "."):
+                imported.add(node.module)
+        for name in sorted(imported):
+            if name not in self._imports:
+                self._imports[name] = self._visit(inspect.getsource(importlib.import_module(name)))
+                self.modules.append(name)
+        return imported
+
+    def _execute(self, name: str, source: str):
+        self.count += 1
+        file = self.folder / f"{name.rpartition('.')[2]}_{self.count}.py"
+        file.write_text(source, encoding="utf-8")
+        spec = importlib.util.spec_from_file_location(file.stem, file)
+        module = importlib.util.module_from_spec(spec)
+        # Dataclasses look their module up.
+        sys.modules[spec.name] = module
+        try:
+            spec.loader.exec_module(module)
+        finally:
+            del sys.modules[spec.name]
+        return module
+
+
+def _install(name: str, module) -> None:
+    package, _, attribute = name.rpartition(".")
+    sys.modules[name] = module
+    setattr(sys.modules[package], attribute, module)

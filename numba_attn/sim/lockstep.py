@@ -1,0 +1,148 @@
+"""Threads in lockstep: one greenlet per thread, switched at barriers and warp collectives only.
+
+Blocks run one after the other. Within a block each warp runs until all its threads wait or have ended; a collective
+that all its lanes have reached is answered and the warp goes on. When every warp stands at the block barrier, time
+advances and all go on. Whoever waits for something that cannot come is reported with the places of all others.
+"""
+
+from __future__ import annotations
+
+from greenlet import GreenletExit, getcurrent, greenlet
+
+from numba_attn.sim import collectives
+from numba_attn.sim.errors import MAX_LISTED, SimulationError, fail_from, file_line, threads_text
+from numba_attn.sim.marks import MAX_THREADS
+from numba_attn.sim.shared import FinerUnitsError
+from numba_attn.sim.threads import WARP, Grid, Thread
+
+ENDED = "ended"
+
+
+class Hub:
+    """Runs the blocks of a grid."""
+
+    def __init__(self, grid: Grid, context):
+        self.grid = grid
+        self.context = context
+        x, y, z = grid.block_dim
+        self.threads = [Thread(grid, i, getcurrent()) for i in range(x * y * z)]
+        self.warps = [self.threads[i : i + WARP] for i in range(0, len(self.threads), WARP)]
+
+    def run(self, block: int, programs) -> None:
+        """Run one block; `programs[i](None)` is what thread i executes."""
+        self.grid.start_block(block)
+        for thread, program in zip(self.threads, programs, strict=True):
+            thread.copies, thread.groups, thread.request, thread.answer = [], [], None, None
+            thread.greenlet = greenlet(program)
+            thread.greenlet.gr_context = self.context
+        try:
+            waiting = self.warps
+            while waiting:
+                for warp in waiting:
+                    self._run_warp(warp)
+                waiting = self.warps if self._pass_block_barrier() else ()
+        finally:
+            for thread in self.threads:
+                if thread.greenlet:
+                    thread.greenlet.throw(GreenletExit)
+
+    def _run_warp(self, warp) -> None:
+        ready = [thread for thread in warp if thread.request is None]
+        while ready:
+            for thread in ready:
+                try:
+                    thread.greenlet.switch(thread.answer)
+                except (SimulationError, FinerUnitsError):
+                    raise
+                except Exception as error:
+                    fail_from(thread, error)
+                if thread.greenlet.dead:
+                    thread.request = ENDED
+                    thread.end()
+            ready = self._meet(warp)
+
+    def _meet(self, warp) -> list:
+        """Answer the collectives whose lanes are all there; returns the lanes that go on."""
+        first = warp[0]
+        groups = {}
+        for thread in warp:
+            if thread.request in collectives.WARP_WIDE:
+                groups.setdefault((thread.request, thread.mask, thread.site), []).append(thread)
+        if not groups:
+            return []
+        ready = []
+        for (request, mask, _), lanes in groups.items():
+            present = sum(1 << thread.lane for thread in lanes)
+            if request == "activemask" or present == mask:
+                self._answer(request, present, lanes)
+                ready += lanes
+        if not ready:
+            self._fail_diverged(first.warp, warp, groups)
+        return ready
+
+    def _answer(self, request: str, present: int, lanes) -> None:
+        if request == "syncwarp":
+            self._pass_warp_barrier(lanes)
+            answers = [None] * len(lanes)
+        else:
+            answers = collectives.answer(request, present, lanes)
+        for thread, answer in zip(lanes, answers, strict=True):
+            thread.answer = answer
+            thread.request = None
+
+    def _pass_warp_barrier(self, lanes) -> None:
+        time = self.grid.clock.tick()
+        seen = [max(times) for times in zip(*(thread.seen for thread in lanes), strict=True)]
+        for thread in lanes:
+            seen[thread.lane] = time
+        for thread in lanes:
+            thread.seen = seen
+            thread.warp_mark = min(seen) * MAX_THREADS
+
+    def _pass_block_barrier(self) -> bool:
+        """Let all threads pass the barrier at which they stand; False if all have ended."""
+        requests = {(thread.request, thread.site if thread.request != ENDED else -1) for thread in self.threads}
+        if len(requests) > 1:
+            self._fail_barrier()
+        request, _ = requests.pop()
+        if request == ENDED:
+            return False
+        self.grid.clock.new_block()
+        answer = collectives.BLOCK_WIDE[request]([thread.value for thread in self.threads])
+        for thread in self.threads:
+            thread.answer = answer
+            thread.request = None
+        return True
+
+    def _fail_barrier(self) -> None:
+        self._fail("barrier not reached by all threads of the block", self.threads, collectives.BLOCK_WIDE)
+
+    def _fail_diverged(self, number: int, warp, groups) -> None:
+        (request, mask, _), lanes = next(iter(groups.items()))
+        there = {thread.lane for thread in lanes}
+        missing = [lane for lane in range(WARP) if mask >> lane & 1 and lane not in there]
+        outside = [thread.index for thread in lanes if not mask >> thread.lane & 1]
+        if outside:
+            what = f"{request} called by lanes that are not in its mask {mask:#x} ({threads_text(outside)})"
+        elif missing[-1] >= len(warp):
+            what = f"{request} with mask {mask:#x} in warp {number}, which has {len(warp)} lanes"
+        else:
+            what = f"{request} with mask {mask:#x} not reached by all its lanes in warp {number}"
+        self._fail(what, warp, collectives.WARP_WIDE)
+
+    def _fail(self, what: str, threads, kinds) -> None:
+        places = {}
+        for thread in threads:
+            site = thread.site if thread.request != ENDED else -1
+            places.setdefault((thread.request, site), []).append(thread.index)
+        texts = []
+        for (request, site), numbers in list(places.items())[:MAX_LISTED]:
+            where = "returned" if request == ENDED else f"at {request} {file_line(*self.grid.site_line(site))}"
+            texts.append(f"{threads_text(numbers)} {where}")
+        more = " ..." if len(places) > MAX_LISTED else ""
+        # The line at fault is one that waits; if several do, the one with the fewest threads.
+        waiting = [(len(numbers), site, numbers) for (request, site), numbers in places.items() if request in kinds]
+        _, site, numbers = min(waiting)
+        file, line = self.grid.site_line(site)
+        message = f"{what}: {'; '.join(texts)}{more}; kernel `{self.grid.name}`, {self.grid.block_text()}"
+        raise SimulationError(message, file, line, tuple(numbers))

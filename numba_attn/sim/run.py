@@ -1,0 +1,192 @@
+"""The simulator's entries: one launch of any kernel, and one attention call."""
+
+from __future__ import annotations
+
+import contextvars
+from functools import partial
+from math import prod
+
+import numpy as np
+
+from numba_attn.kernel import Kernel
+from numba_attn.problem import H200, Problem
+from numba_attn.sim.errors import SimulationError
+from numba_attn.sim.lockstep import Hub
+from numba_attn.sim.rebind import Binder, python_function
+from numba_attn.sim.shared import FinerUnitsError
+from numba_attn.sim.tensors import Log, Tensor
+from numba_attn.sim.threads import Grid
+
+WORD = 4
+MAX_THREADS_PER_BLOCK = 1024
+
+
+def launch(function, grid, threads, args, smem_bytes: int = 0) -> None:
+    """Run a kernel on numpy arrays, in place.
+
+    Args:
+        function: a `@cuda.jit` kernel or its plain Python function.
+        grid: blocks, an int or a tuple of up to three.
+        threads: threads of a block, likewise; 1024 at most.
+        args: the kernel's arguments: numpy arrays become global tensors, everything else is passed on as it is.
+        smem_bytes: dynamic shared memory of a block.
+
+    Raises:
+        SimulationError: the kernel is at fault, or uses something that has no twin.
+        ValueError: sizes that no GPU would launch.
+    """
+    names = python_function(function).__code__.co_varnames
+    logs = [Log(arg.shape, np.ones(arg.shape, bool)) if isinstance(arg, np.ndarray) else None for arg in args]
+    _launch(function, _dim3("grid", grid), _dim3("threads", threads), args, names, logs, smem_bytes)
+
+
+def attention(
+    q, k, v, *, causal=False, scale=None, enable_gqa=False, return_lse=False, kernel=None, config=None
+) -> np.ndarray | tuple[np.ndarray, np.ndarray]:
+    """`O = softmax(scale Q K^T + mask) V` by a kernel's own source.
+
+    Args:
+        q: fp32 [B, H, Lq, D], any strides.
+        k: fp32 [B, Hkv, Lk, D], any strides.
+        v: fp32 [B, Hkv, Lk, Dv], any strides.
+        causal: key j counts for row i only if i >= j.
+        scale: multiplies Q K^T. None: 1 / sqrt(D).
+        enable_gqa: Hkv may differ from H.
+        return_lse: also return the log-sum-exp of the scores.
+        kernel: a `Kernel`, registered or not, or a registered one's name. None: the first that supports the problem.
+        config: the kernel's config. None: its `small_config`.
+
+    Returns:
+        O: fp32 [B, H, Lq, Dv]; with `return_lse`, (O, lse) with lse fp32 [B, H, Lq].
+
+    Raises:
+        SimulationError: the kernel is at fault.
+        ValueError: shapes that do not fit together, or a problem that the kernel does not support.
+        TypeError: an argument that is not an fp32 numpy array.
+    """
+    problem = _problem(q, k, v, causal, enable_gqa)
+    kernel = _choose(kernel, problem)
+    config = kernel.small_config(problem) if config is None else config
+    scale = 1 / np.sqrt(problem.D) if scale is None else scale
+    B, H, Lq, Dv = problem.B, problem.H, problem.Lq, problem.Dv
+    arrays = {"Q": q, "K": k, "V": v, "O": _poisoned((B, H, Lq, Dv)), "lse": _poisoned((B, H, Lq if return_lse else 0))}
+    for name, space in kernel.workspace(problem, config).items():
+        arrays[name] = _poisoned(space.shape, space.dtype)
+    written = {name: np.zeros(array.shape, bool) for name, array in arrays.items() if name not in ("Q", "K", "V")}
+    for step in kernel.launches(problem, config):
+        if step.cluster != 1:
+            raise SimulationError(
+                f"kernel `{kernel.name}`: clusters of blocks are not simulated, blocks run one by one"
+            )
+        args = [np.float32(scale) if name == "scale" else arrays[name] for name in step.args]
+        logs = [
+            Log(arrays[name].shape, written.get(name)) if name in arrays else None for name in step.args
+        ]  # a new launch: nothing races with what came before
+        function = step.build(step.config)
+        _launch(function, (step.grid, 1, 1), (step.threads, 1, 1), args, step.args, logs, step.smem_bytes)
+    for name in ("O", "lse"):
+        missing = np.argwhere(~written[name])
+        if len(missing):
+            first = ", ".join(map(str, missing[0]))
+            what = f"{len(missing)} of {written[name].size} elements of {name} left unwritten"
+            raise SimulationError(f"{what}, the first {name}[{first}]; kernel `{kernel.name}`, {problem}")
+    return (arrays["O"], arrays["lse"]) if return_lse else arrays["O"]
+
+
+def _launch(function, grid_dim, block_dim, args, names, logs, smem_bytes: int) -> None:
+    if not 1 <= prod(block_dim) <= MAX_THREADS_PER_BLOCK:
+        raise ValueError(f"threads: a block has 1 to {MAX_THREADS_PER_BLOCK} threads, not {prod(block_dim)}")
+    function = python_function(function)
+    outputs = [arg for arg in args if isinstance(arg, np.ndarray)]
+    # A view with smaller elements than the cells of shared memory asks for smaller cells: start again.
+    before = [array.copy() for array in outputs]
+    written = [None if log is None or log.written is None else log.written.copy() for log in logs]
+    unit = WORD
+    while True:
+        grid = Grid(function.__name__, function.__code__, grid_dim, block_dim, smem_bytes, unit)
+        try:
+            _run(grid, function, args, names, logs)
+            return
+        except FinerUnitsError as finer:
+            unit = finer.unit
+        for array, values in zip(outputs, before, strict=True):
+            if array.flags.writeable:
+                array[...] = values
+        for log, values in zip(logs, written, strict=True):
+            if log is not None:
+                log.writes.fill(None)
+                if values is not None:
+                    log.written[...] = values
+
+
+def _run(grid: Grid, function, args, names, logs) -> None:
+    # Each thread computes under this context: fp32 overflow and the like give inf and nan, as on a GPU.
+    with np.errstate(all="ignore"):
+        context = contextvars.copy_context()
+    hub = Hub(grid, context)
+    binders = [Binder(thread) for thread in hub.threads]
+    programs = []
+    for thread, binder in zip(hub.threads, binders, strict=True):
+        own = [
+            arg if log is None else Tensor(thread, arg, log, name)
+            for arg, name, log in zip(args, names, logs, strict=False)
+        ]
+        programs.append(partial(_call, binder, binder.function(function), own))
+    for block in range(prod(grid.grid_dim)):
+        hub.run(block, programs)
+
+
+def _call(binder: Binder, function, args, _) -> None:
+    binder.cuda.start_block()
+    function(*args)
+
+
+def _dim3(name: str, size) -> tuple[int, int, int]:
+    size = tuple(size) if isinstance(size, (tuple, list)) else (size,)
+    if not 1 <= len(size) <= 3 or any(int(n) < 1 for n in size):
+        raise ValueError(f"{name}: one to three lengths of at least 1, not {size}")
+    return (*map(int, size), *(1,) * (3 - len(size)))
+
+
+def _poisoned(shape, dtype="float32") -> np.ndarray:
+    dtype = np.dtype(dtype)
+    return np.full(shape, np.nan if dtype.kind == "f" else np.iinfo(dtype).min, dtype)
+
+
+def _problem(q, k, v, causal: bool, enable_gqa: bool) -> Problem:
+    for name, array in (("q", q), ("k", k), ("v", v)):
+        if not isinstance(array, np.ndarray) or array.dtype != np.float32:
+            raise TypeError(f"{name}: a numpy array of float32 is needed")
+        if array.ndim != 4:
+            raise ValueError(f"{name}: four dimensions are needed, not {array.ndim}")
+    B, H, Lq, D = q.shape
+    Hkv, Lk, Dv = k.shape[1], k.shape[2], v.shape[3]
+    if k.shape != (B, Hkv, Lk, D) or v.shape != (B, Hkv, Lk, Dv) or (H != Hkv and (not enable_gqa or H % Hkv)):
+        raise ValueError(f"q, k, v: shapes {q.shape}, {k.shape}, {v.shape} do not fit together")
+    vector = min(_vector(array) for array in (q, k, v))
+    return Problem(B, H, Hkv, Lq, Lk, D, Dv, is_causal=causal, vector=vector)
+
+
+def _vector(array: np.ndarray) -> int:
+    """Elements (1, 2 or 4) that one aligned access may fetch from any row."""
+    *strides, last = array.strides
+    if last != array.itemsize and array.shape[-1] > 1:
+        return 1
+    positions = [s for s, n in zip(strides, array.shape[:-1], strict=True) if n > 1]
+    positions.append(array.__array_interface__["data"][0])
+    return next(n for n in (4, 2, 1) if all(p % (n * array.itemsize) == 0 for p in positions))
+
+
+def _choose(kernel, problem: Problem) -> Kernel:
+    if not isinstance(kernel, Kernel):
+        # Late, so that a broken kernel file does not break the simulator of another.
+        from numba_attn.kernels import KERNELS
+
+        known = [k for k in KERNELS if kernel in (None, k.name)]
+        if not known:
+            raise ValueError(f"kernel: no registered kernel is called {kernel!r}")
+        kernel = next((k for k in known if k.supports(problem, H200) is None), known[0])
+    reason = kernel.supports(problem, H200)
+    if reason is not None:
+        raise ValueError(f"kernel: {kernel.name} does not support this problem: {reason}")
+    return kernel
