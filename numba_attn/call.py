@@ -9,7 +9,7 @@ from __future__ import annotations
 import os
 import threading
 from collections.abc import Hashable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache
 from typing import Any
 
@@ -17,7 +17,7 @@ from numba_attn import interop, launch, versions
 from numba_attn.choice import choose, find
 from numba_attn.interop import device_arrays, numpy_arrays
 from numba_attn.kernels import KERNELS
-from numba_attn.problem import H200, Device, Geometry, View, check_out, contiguous_strides, describe
+from numba_attn.problem import H200, Device, Geometry, View, check_out, contiguous_strides, describe, vector_width
 
 KEPT_CALLS = 1024  # a few kilobytes each
 
@@ -31,7 +31,7 @@ class Call:
     """From `launch.prepare`; None if there is nothing to launch."""
     device: int
     O: View
-    """Of a new output."""
+    """Of the output, the caller's or a new one."""
     lse: View
     """Of no rows if the caller wants none."""
     o_strides: tuple[int, ...]
@@ -52,9 +52,16 @@ def attend(names, q, k, v, causal, scale, enable_gqa, return_lse=False, kernel=N
     q_pointer, q_layout = library.read(q, names[0])
     k_pointer, k_layout = library.read(k, names[1])
     v_pointer, v_layout = library.read(v, names[2])
-    alignment = (q_pointer | k_pointer | v_pointer) & 15
-    key = (q_layout, k_layout, v_layout, alignment, causal, enable_gqa, return_lse, kernel)
-    call = _calls.get(key) or _calls.make(key, library, names, (q, k, v), causal, enable_gqa, return_lse, kernel)
+    pointers, out_layout = q_pointer | k_pointer | v_pointer, None
+    if out is not None:
+        target = library.adopt(out, "out", stream)
+        o_pointer, out_layout = library.read(target, "out")
+        pointers |= o_pointer
+    key = (q_layout, k_layout, v_layout, out_layout, pointers & 15, causal, enable_gqa, return_lse, kernel)
+    call = _calls.get(key)
+    if call is None:
+        arrays = (q, k, v) if out is None else (q, k, v, target)
+        call = _calls.make(key, library, names, arrays, causal, enable_gqa, return_lse, kernel)
     geometry = call.geometry
     if scale is None:
         scale = geometry.scale
@@ -65,7 +72,8 @@ def attend(names, q, k, v, causal, scale, enable_gqa, return_lse=False, kernel=N
         o, O = library.empty(q, geometry.o_shape, call.o_strides, "float32", stream), call.O
         o_pointer = library.pointer(o)
     else:
-        o, (o_pointer, O) = out, _check_out(library, names, (q, k, v), out, geometry, stream)
+        o, O = out, call.O
+        _check_overlap(library, names, (q, k, v), target)
     lse = library.empty(q, geometry.lse_shape, call.lse_strides, "float32", stream) if return_lse else None
     if call.plan is None:
         _fill_without_keys(library, o, lse, geometry, stream)
@@ -135,9 +143,13 @@ _calls = _Calls()
 
 def _prepare(library, names, arrays, causal, enable_gqa, return_lse, kernel) -> Call:
     """Checks, problem, choice and plan."""
-    operands = (library.operand(array, name) for array, name in zip(arrays, names, strict=True))
-    geometry = describe(*operands, is_causal=bool(causal), enable_gqa=bool(enable_gqa))
+    q, k, v, *out = (library.operand(array, name) for array, name in zip(arrays, (*names, "out"), strict=False))
+    geometry = describe(q, k, v, is_causal=bool(causal), enable_gqa=bool(enable_gqa))
     problem, index = geometry.problem, _index(geometry)
+    O = _contiguous((problem.B, problem.H, problem.Lq, problem.Dv))
+    if out:
+        O = check_out(*out, geometry, q)
+        problem = replace(problem, vector=min(problem.vector, vector_width(O, out[0].pointer)))
     plan, workspace = None, ()
     _check_versions()
     if geometry.nothing_to_launch(return_lse):
@@ -150,7 +162,7 @@ def _prepare(library, names, arrays, causal, enable_gqa, return_lse, kernel) -> 
         geometry,
         plan,
         index,
-        O=_contiguous((problem.B, problem.H, problem.Lq, problem.Dv)),
+        O=O,
         lse=_contiguous((problem.B, problem.H, problem.Lq if return_lse else 0)),
         o_strides=contiguous_strides(geometry.o_shape),
         lse_strides=contiguous_strides(geometry.lse_shape),
@@ -186,15 +198,11 @@ def _adopt(library, names, arrays, stream) -> tuple:
     return tuple(library.adopt(array, name, stream) for array, name in zip(arrays, names, strict=True))
 
 
-def _check_out(library, names, arrays, out, geometry, stream) -> tuple[int, View]:
-    """Pointer and view of the caller's output array."""
-    operands = [library.operand(array, name) for array, name in zip(arrays, names, strict=True)]
-    target = library.operand(library.adopt(out, "out", stream), "out")
-    view = check_out(target, geometry, operands[0])
-    for operand in operands:
-        if interop.overlap(target, operand):
-            raise ValueError(f"out shares memory with {operand.name}")
-    return target.pointer, view
+def _check_overlap(library, names, arrays, out) -> None:
+    target = library.operand(out, "out")
+    for array, name in zip(arrays, names, strict=True):
+        if interop.overlap(target, library.operand(array, name)):
+            raise ValueError(f"out shares memory with {name}")
 
 
 def _fill_without_keys(library, o, lse, geometry, stream) -> None:

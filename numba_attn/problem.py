@@ -33,8 +33,8 @@ class Problem:
     dtype: str = "float32"
     is_causal: bool = False
     vector: int = 1
-    """Elements (1, 2 or 4) that one aligned load may fetch from any row of Q, K and V: 1 unless their last stride
-    is 1 and their pointers and other strides are multiples."""
+    """Elements (1, 2 or 4) that travel in one aligned access to the rows of Q, K, V and O: 1 unless their last stride
+    is 1 and their pointers, other strides and last lengths are multiples."""
 
     @property
     def flop(self) -> int:
@@ -175,13 +175,13 @@ def check_out(out: Operand, geometry: Geometry, like: Operand) -> View:
 
 
 def vector_width(view: View, pointer: int) -> int:
-    """Elements (4, 2 or 1) of four bytes that one aligned load may fetch from any row of the view."""
+    """Elements (4, 2 or 1) of four bytes that travel in one aligned access; rows are a whole number of them."""
     *row_dims, last_stride = view.strides
     if last_stride != 1:
         return 1
     strides = [stride for size, stride in zip(view.shape, row_dims, strict=False) if size > 1]
     for width in (4, 2):
-        if pointer % (ITEM_BYTES * width) == 0 and all(stride % width == 0 for stride in strides):
+        if pointer % (ITEM_BYTES * width) == 0 and all(n % width == 0 for n in (view.shape[-1], *strides)):
             return width
     return 1
 

@@ -30,8 +30,8 @@ class Tensor(types.Type):
 
 
 def packing(ndim: int) -> str:
-    """`struct` format of one Tensor in a kernel's argument buffer: pointer, lengths, strides, each naturally aligned."""
-    return "P" + "i" * ndim + ("4x" if ndim % 2 else "") + "q" * ndim
+    """`struct` format of one Tensor in a kernel's argument buffer: pointer, lengths, strides, naturally aligned."""
+    return f"P{ndim}i{ndim}q"
 
 
 @register_model(Tensor)

@@ -63,6 +63,21 @@ def report() -> dict[str, str]:
     return {"python": platform.python_version()} | {name: version(name) or "not installed" for name in names}
 
 
+def toolkit_report() -> dict[str, str]:
+    """Version and path of the compiler and the linker, or 'not found'."""
+    missing = _toolkit()[1]
+    found = dict.fromkeys(TOOLKIT, "not found")
+    if "cuda-bindings" not in missing:
+        from cuda.bindings import nvjitlink, nvvm
+        from cuda.pathfinder import load_nvidia_dynamic_lib
+
+        for name, version_of in zip(TOOLKIT, (nvvm.version, nvjitlink.version), strict=True):
+            if name not in missing:
+                number = ".".join(map(str, version_of()))
+                found[name] = f"{number} ({load_nvidia_dynamic_lib(name).abs_path})"
+    return found
+
+
 def _toolkit() -> tuple[int | None, list[str]]:
     """Major CUDA version of the linker that is found, and the libraries that are not."""
     try:

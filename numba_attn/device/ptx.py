@@ -39,6 +39,11 @@ def emit_cp_async(builder, destination, source, n_bytes: int, valid_bytes):
     _emit(builder, text, _VOID, [destination, source, valid_bytes], "r,l,r", memory=True)
 
 
+def emit_from_lane_0(builder, x):
+    """`shfl.sync.idx.b32 d, x, 0`: lane 0's value of a 32-bit x in all 32 lanes, which must all be there."""
+    return _emit(builder, "shfl.sync.idx.b32 $0, $1, 0, 31, -1;", _I32, [x], "=r,r", memory=True)
+
+
 @intrinsic
 def cp_async_commit(typingctx):
     """`cp.async.commit_group` (sm_80): close the group of this thread's copies issued since the last one."""

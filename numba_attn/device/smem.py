@@ -1,6 +1,6 @@
 """Shared tiles: typed views of a block's dynamic shared memory with compile-time shape and strides.
 
-    sK = K_TILE()            where K_TILE = shared_tile(offset, (STAGES, BLOCK_N, BLOCK_D), row_stride=BLOCK_D + 4)
+    sK = K_TILE(shared_memory())   where K_TILE = shared_tile(offset, (STAGES, BLOCK_N, BLOCK_D), BLOCK_D + 4)
 
 gives a tile that is read and written as `sK[stage, row, d]` or `sK[stage][row, d]`; `sK[stage]` is a tile of the
 remaining dimensions. Accesses compile to `ld.shared` and `st.shared` with constant strides. `load` and `store` move
@@ -24,7 +24,7 @@ from numba.cuda.cudaimpl import registry as implementations
 from numba.cuda.extending import intrinsic, register_model
 from numba.cuda.typing.templates import AbstractTemplate, AttributeTemplate, signature
 
-from numba_attn.device.ptx import emit_cp_async
+from numba_attn.device.ptx import emit_cp_async, emit_from_lane_0
 from numba_attn.device.verb import twin_of
 from numba_attn.tensor import Tensor, element_pointer, index_types, index_values
 
@@ -63,27 +63,41 @@ def tile_bytes(shape: tuple[int, ...], row_stride: int | None = None, itemsize: 
     return itemsize * prod(shape[:-1]) * (row_stride or shape[-1])
 
 
+@intrinsic
+def shared_memory(typingctx):
+    """The start of the block's dynamic shared memory, which tiles are made from; once per kernel, by whole warps."""
+
+    def codegen(context, builder, sig, args):
+        pool = cgutils.add_global_variable(builder.module, ir.ArrayType(ir.IntType(8), 0), _POOL, _SHARED)
+        pool.linkage = "external"
+        pool.align = _POOL_ALIGNMENT
+        # Of no known origin, the address stays in a register; else sm_90 code finds it anew in every loop (S2UR).
+        return emit_from_lane_0(builder, builder.ptrtoint(pool, ir.IntType(32)))
+
+    return types.uint32(), codegen
+
+
+@twin_of(shared_memory)
+def _shared_memory(thread):
+    return 0
+
+
 def shared_tile(offset_bytes: int, shape: tuple[int, ...], row_stride: int | None = None, dtype=types.float32):
-    """The maker of a tile at `offset_bytes` of dynamic shared memory; call it inside a kernel."""
+    """The maker of a tile: `TILE(smem)`, called inside a kernel, is the tile `offset_bytes` behind `smem`."""
     strides = tile_strides(shape, row_stride)
     tile = SharedTile(dtype, shape, strides)
 
     @intrinsic
-    def make_tile(typingctx):
+    def make_tile(typingctx, smem):
         def codegen(context, builder, sig, args):
-            pool = builder.module.globals.get(_POOL)
-            if pool is None:
-                pool = cgutils.add_global_variable(builder.module, ir.ArrayType(ir.IntType(8), 0), _POOL, _SHARED)
-                pool.linkage = "external"
-                pool.align = _POOL_ALIGNMENT
-            start = builder.gep(pool, [ir.Constant(ir.IntType(32), i) for i in (0, offset_bytes)])
-            return builder.bitcast(start, context.get_value_type(tile))
+            start = context.cast(builder, args[0], sig.args[0], types.uint32)
+            return builder.inttoptr(builder.add(start, start.type(offset_bytes)), context.get_value_type(tile))
 
-        return tile(), codegen
+        return tile(smem), codegen
 
     @twin_of(make_tile)
-    def _make_tile(thread):
-        return thread.shared_tile(offset_bytes, shape, strides, str(dtype))
+    def _make_tile(thread, smem):
+        return thread.shared_tile(smem + offset_bytes, shape, strides, str(dtype))
 
     return make_tile
 
@@ -218,33 +232,43 @@ def _patch_values(context, builder, argument_types, arguments, n: int) -> list:
     return values
 
 
-def async_copy(n: int):
-    """The verb `copy(tile, tile_index, tensor, tensor_index, inside)`: `n` consecutive elements, asynchronously.
+def async_copy(n: int, count: int, row_step: int):
+    """The verb `copy(tile, tile_index, tensor, tensor_index, end, inside)`: `count` asynchronous copies, down the rows.
 
-    Where `inside` is false the tile's elements become zero and the tensor is not touched. Both last strides are 1 and
-    both addresses multiples of `n` elements.
+    For i < count, `n` consecutive elements of tensor row `row + i row_step` go to tile row `r + i row_step`, where
+    tile_index = (r, c) and tensor_index = (row, col). Where that row is not below `end`, or `inside` is false, the
+    tile's elements become zero and the tensor is not touched. Both last strides are 1 and all addresses multiples of
+    `n` elements. One address is computed and the others are steps from it.
     """
 
     @intrinsic
-    def copy(typingctx, tile, tile_index, tensor, tensor_index, inside):
+    def copy(typingctx, tile, tile_index, tensor, tensor_index, end, inside):
         def codegen(context, builder, sig, args):
+            int32, int64 = ir.IntType(32), ir.IntType(64)
             destination = _tile_pointer(context, builder, sig.args[0], args[0], sig.args[1], args[1])
-            source = _pointer(context, builder, sig.args[2], args[2], sig.args[3], args[3])
-            inside = context.cast(builder, args[4], sig.args[4], types.boolean)
-            n_bytes = ir.Constant(ir.IntType(32), 4 * n)
-            emit_cp_async(
-                builder,
-                builder.ptrtoint(destination, ir.IntType(32)),
-                builder.ptrtoint(source, ir.IntType(64)),
-                4 * n,
-                builder.select(inside, n_bytes, n_bytes.type(0)),
-            )
+            source, _, _ = element_pointer(context, builder, sig.args[2], args[2], sig.args[3], args[3])
+            strides = cgutils.create_struct_proxy(sig.args[2])(context, builder, value=args[2]).strides
+            step = builder.mul(builder.extract_value(strides, 0), int64(4 * row_step))
+            row = context.cast(builder, builder.extract_value(args[3], 0), sig.args[3].types[0], types.int32)
+            end = context.cast(builder, args[4], sig.args[4], types.int32)
+            inside = context.cast(builder, args[5], sig.args[5], types.boolean)
+            to = builder.ptrtoint(destination, int32)
+            at = builder.ptrtoint(source, int64)
+            for i in range(count):
+                is_there = builder.and_(inside, builder.icmp_signed("<", builder.add(row, int32(i * row_step)), end))
+                n_bytes = builder.select(is_there, int32(4 * n), int32(0))
+                offset = int32(4 * i * row_step * sig.args[0].strides[0])
+                emit_cp_async(builder, builder.add(to, offset), at, 4 * n, n_bytes)
+                at = builder.add(at, step)
             return context.get_dummy_value()
 
-        return types.none(tile, tile_index, tensor, tensor_index, inside), codegen
+        return types.none(tile, tile_index, tensor, tensor_index, end, inside), codegen
 
     @twin_of(copy)
-    def _copy(thread, tile, tile_index, tensor, tensor_index, inside):
-        thread.copy_async(tile, tile_index, tensor, tensor_index, n, n if inside else 0)
+    def _copy(thread, tile, tile_index, tensor, tensor_index, end, inside):
+        (r, c), (row, col) = tile_index, tensor_index
+        for step in range(0, count * row_step, row_step):
+            valid = n if inside and row + step < end else 0
+            thread.copy_async(tile, (r + step, c), tensor, (row + step, col), n, valid)
 
     return copy

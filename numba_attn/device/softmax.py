@@ -50,12 +50,15 @@ def exp(x):
 
 
 @verb
-def reciprocal(l):
-    """1 / l, and 0 for a row that has met no key, so that its output is exactly 0."""
-    return ONE / l if l != ZERO else ZERO
+def reciprocal(l, has_keys):
+    """1 / l, and 0 for a row without keys, so that its output is exactly 0.
+
+    A row whose scores are all -inf has keys and l = 0: it becomes NaN, as the formula says.
+    """
+    return ONE / l if has_keys else ZERO
 
 
 @verb
-def log_sum_exp(m, l):
-    """m + ln l, and -inf for a row that has met no key."""
-    return m + log(l) if l != ZERO else NEG_INF
+def log_sum_exp(m, l, has_keys):
+    """m + ln l, and -inf for a row without keys."""
+    return m + log(l) if has_keys else NEG_INF

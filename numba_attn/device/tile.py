@@ -24,6 +24,9 @@ WARP = 32
 K_STEP = 4
 """Elements of the summed dimension that one vector load of an operand fetches."""
 
+ROWS_AHEAD = 4
+"""Rows of the left operand that are loaded together: the next pair arrives under the FMAs of this one."""
+
 load4 = vector_load(4)
 
 
@@ -41,26 +44,29 @@ def fill(patch, value):
             patch[i, j] = value
 
 
-def copy_tile_async(threads: int, vector: int):
+def copy_tile_async(rows: int, columns: int, threads: int, vector: int):
     """The verb `copy(sA, gA, row0, col0, end, tid)`: sA[r, c] = gA[row0 + r, col0 + c], by all threads of the block.
 
     Rows from `end` on and columns past gA's own are filled with zeros, whatever memory holds there. It only issues
     the copies: commit, wait and a barrier follow. `vector` elements travel at once (see `Problem.vector`); gA's
     columns are a multiple of it.
     """
-    copy = async_copy(vector)
+    chunks = columns // vector  # of a row
+    across = min(chunks, threads)
+    down = threads // across
+    if columns % vector or chunks % across or threads % across or rows % down:
+        raise ValueError(f"{threads} threads do not share a tile of {rows} x {columns} evenly, {vector} elements each")
+    copy = async_copy(vector, rows // down, down)
 
     @verb
     def copy_tile(sA, gA, row0, col0, end, tid):
-        chunks = sA.shape[1] // vector  # of a row
         # 32-bit positions: Numba would carry 64 bits through every test.
         thread = opaque(tid)
-        r0 = int32(thread // chunks)
-        c = int32(thread % chunks * vector)
-        col = int32(col0 + c)
-        for r in range(0, sA.shape[0], threads // chunks):
-            row = int32(row0 + r0 + r)
-            copy(sA, (r0 + r, c), gA, (row, col), (row < end) & (col < gA.shape[1]))
+        r = int32(thread // across)
+        for chunk in range(0, chunks, across):
+            c = int32((thread % across + chunk) * vector)
+            col = int32(col0 + c)
+            copy(sA, (r, c), gA, (int32(row0 + r), col), end, col < gA.shape[1])
 
     return copy_tile
 
@@ -70,39 +76,33 @@ def mma_ABt(rows: int, columns: int):
 
     @verb
     def mma(S, sA, row0, sB, lane):
+        a = cuda.local.array((ROWS_AHEAD, K_STEP), float32)
         b = cuda.local.array((columns, K_STEP), float32)
         for d in range(0, sA.shape[1], K_STEP):
             for j in range(columns):
                 b[j, 0], b[j, 1], b[j, 2], b[j, 3] = load4(sB, (lane + WARP * j, d))
-            for i in range(rows):
-                a = load4(sA, (row0 + i, d))
-                for j in range(columns):
-                    S[i, j] = fma(a[0], b[j, 0], S[i, j])
-                    S[i, j] = fma(a[1], b[j, 1], S[i, j])
-                    S[i, j] = fma(a[2], b[j, 2], S[i, j])
-                    S[i, j] = fma(a[3], b[j, 3], S[i, j])
+            for i0 in range(0, rows, ROWS_AHEAD):
+                for i in range(ROWS_AHEAD):
+                    a[i, 0], a[i, 1], a[i, 2], a[i, 3] = load4(sA, (row0 + i0 + i, d))
+                for r in range(K_STEP):
+                    for i in range(ROWS_AHEAD):
+                        for j in range(columns):
+                            x = j if i % 2 == 0 else columns - 1 - j
+                            S[i0 + i, x] = fma(a[i, r], b[x, r], S[i0 + i, x])
 
     return mma
 
 
-@verb
-def attends_always(row, col, Lk):
-    """For blocks in which every key counts for every row of the warp."""
-    return True
+def mma_AB(rows: int, columns: int, vector: int):
+    """The verb `mma(O, sA, row0, a_col0, sB, lane)`, in order of k over the rows of sB:
 
-
-def mma_AB(rows: int, columns: int, vector: int, attends=attends_always):
-    """The verb `mma(O, sA, row0, a_col0, sB, lane, row, col, Lk)`, in order of k over the rows of sB:
-
-        O[i, c] += sA[row0 + i, a_col0 + k] sB[k, column c of this lane]    where attends(row + i, col + k, Lk)
-
-    A pair that does not count is left out, not multiplied with zero, so that a NaN or Inf in sB stays where it is.
+    O[i, c] += sA[row0 + i, a_col0 + k] sB[k, column c of this lane]
     """
     load = vector_load(vector)
 
     @verb
-    def mma(O, sA, row0, a_col0, sB, lane, row, col, Lk):
-        a = cuda.local.array(K_STEP, float32)
+    def mma(O, sA, row0, a_col0, sB, lane):
+        a = cuda.local.array((ROWS_AHEAD, K_STEP), float32)
         b = cuda.local.array((K_STEP, columns), float32)
         for k in range(0, sB.shape[0], K_STEP):
             for r in range(K_STEP):
@@ -110,12 +110,37 @@ def mma_AB(rows: int, columns: int, vector: int, attends=attends_always):
                     x = load(sB, (k + r, vector * (lane + WARP * u)))
                     for w in range(vector):
                         b[r, vector * u + w] = x[w]
-            for i in range(rows):
-                a[0], a[1], a[2], a[3] = load4(sA, (row0 + i, a_col0 + k))
+            for i0 in range(0, rows, ROWS_AHEAD):
+                for i in range(ROWS_AHEAD):
+                    a[i, 0], a[i, 1], a[i, 2], a[i, 3] = load4(sA, (row0 + i0 + i, a_col0 + k))
                 for r in range(K_STEP):
-                    if attends(row + i, col + k + r, Lk):
+                    for i in range(ROWS_AHEAD):
                         for c in range(columns):
-                            O[i, c] = fma(a[r], b[r, c], O[i, c])
+                            x = c if i % 2 == 0 else columns - 1 - c
+                            O[i0 + i, x] = fma(a[i, r], b[r, x], O[i0 + i, x])
+
+    return mma
+
+
+def mma_AB_where(rows: int, columns: int, vector: int, attends):
+    """The verb `mma(O, sA, row0, a_col0, sB, lane, row, col, Lk)`: as `mma_AB`, of the pairs that count.
+
+    Row i meets key k where attends(row + i, col + k, Lk). A pair that does not count is left out, not multiplied with
+    zero, so that a NaN or Inf in sB stays where it is. One key at a time: for the blocks on the edge of a mask.
+    """
+    load = vector_load(vector)
+
+    @verb
+    def mma(O, sA, row0, a_col0, sB, lane, row, col, Lk):
+        for k in range(sB.shape[0]):
+            for u in range(columns // vector):
+                x = load(sB, (k, vector * (lane + WARP * u)))
+                for i in range(rows):
+                    p = sA[row0 + i, a_col0 + k]
+                    counts = attends(row + i, col + k, Lk)
+                    for w in range(vector):
+                        total = fma(p, x[w], O[i, vector * u + w])
+                        O[i, vector * u + w] = total if counts else O[i, vector * u + w]
 
     return mma
 

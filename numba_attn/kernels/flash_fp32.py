@@ -30,7 +30,6 @@ inside a chunk; register blocking as in every SGEMM since Volkov and Demmel 2008
 
 from __future__ import annotations
 
-import math
 from dataclasses import dataclass
 
 from numba import cuda, float32
@@ -38,13 +37,14 @@ from numba import cuda, float32
 from numba_attn.device.mask import Mask
 from numba_attn.device.math import cdiv
 from numba_attn.device.ptx import cp_async_commit, cp_async_wait
-from numba_attn.device.smem import shared_tile, tile_bytes
+from numba_attn.device.smem import shared_memory, shared_tile, tile_bytes
 from numba_attn.device.softmax import NEG_INF, ONE, ZERO, log_sum_exp, reciprocal
 from numba_attn.device.tile import (
     WARP,
     copy_tile_async,
     fill,
     mma_AB,
+    mma_AB_where,
     mma_ABt,
     online_softmax,
     output_rows,
@@ -73,10 +73,6 @@ class Config:
         for name, length in (("block_d", self.block_d), ("block_k", self.block_k)):
             if length % 4:
                 raise ValueError(f"{name}={length} must be a multiple of 4, the elements of one shared load")
-        for rows, length in ((self.block_m, self.block_d), (self.block_n, self.block_d), (self.block_k, self.block_dv)):
-            chunks = length // self.vector
-            if self.threads % chunks or rows % (self.threads // chunks):
-                raise ValueError(f"{self.threads=} do not share a tile of {rows} x {length} evenly, {self.vector=}")
         if self.block_n % self.block_k:
             raise ValueError(f"{self.block_n=} must be a multiple of {self.block_k=}")
 
@@ -155,13 +151,15 @@ def config(problem: Problem, device: Device) -> Config:
     options = {"vector": 4 if problem.vector == 4 else 1, "is_causal": problem.is_causal}
     dv_columns = next((c for c in DV_COLUMNS if WARP * c >= problem.Dv), DV_COLUMNS[-1])
     wide = Config(**WIDE, dv_columns=dv_columns, **options)
-    return wide if wide.smem_bytes <= device.smem_per_block_bytes else Config(**NARROW, dv_columns=dv_columns, **options)
+    if wide.smem_bytes <= device.smem_per_block_bytes:
+        return wide
+    return Config(**NARROW, dv_columns=dv_columns, **options)
 
 
 def small_config(problem: Problem) -> Config:
     vector = 4 if problem.vector == 4 else 1
-    tiles = {"warps": 2, "rows": 4, "columns": 1, "dv_columns": 1, "block_d": 8 * vector, "block_k": 8, "stages": 2}
-    return Config(**tiles, vector=vector, is_causal=problem.is_causal)
+    tiles = {"warps": 2, "rows": 4, "columns": 2, "dv_columns": 1, "block_k": 8, "stages": 2}
+    return Config(**tiles, block_d=8 * vector, vector=vector, is_causal=problem.is_causal)
 
 
 def launches(problem: Problem, config: Config) -> tuple[Launch, ...]:
@@ -182,11 +180,13 @@ def build(config: Config):
     V_TILES = shared_tile(config.p_bytes, (STAGES, BLOCK_K, BLOCK_DV))
     mask = Mask(config.is_causal)
     attends, end_of_row = mask.attends, mask.end
-    copy_tile = copy_tile_async(config.threads, config.vector)
+    copy_q = copy_tile_async(BLOCK_M, BLOCK_D, config.threads, config.vector)
+    copy_k = copy_tile_async(BLOCK_N, BLOCK_D, config.threads, config.vector)
+    copy_v = copy_tile_async(BLOCK_K, BLOCK_DV, config.threads, config.vector)
     wait_slot, wait_all = cp_async_wait(AHEAD - 1), cp_async_wait(0)
     qk = mma_ABt(ROWS, COLUMNS)
     pv = mma_AB(ROWS, DV_COLUMNS, DV_VECTOR)
-    pv_selected = mma_AB(ROWS, DV_COLUMNS, DV_VECTOR, attends)
+    pv_where = mma_AB_where(ROWS, DV_COLUMNS, DV_VECTOR, attends)
     load_output, store_output = output_rows(ROWS, DV_COLUMNS, DV_VECTOR, min(config.vector, DV_VECTOR))
 
     @cuda.jit
@@ -204,7 +204,8 @@ def build(config: Config):
         row_in_block = warp * ROWS
         row0 = m0 + row_in_block
         gQ, gK, gV, gO = Q[b, h], K[b, h], V[b, h], O[b, h]
-        sP, sQ, sK, sV = P_TILE(), Q_TILES(), K_TILES(), V_TILES()
+        smem = shared_memory()
+        sP, sQ, sK, sV = P_TILE(smem), Q_TILES(smem), K_TILES(smem), V_TILES(smem)
         S = cuda.local.array((ROWS, COLUMNS), float32)  # then P
         acc = cuda.local.array((ROWS, DV_COLUMNS), float32)
         m, l = NEG_INF, ZERO
@@ -223,8 +224,8 @@ def build(config: Config):
                     # Slice d_block is visible to all, and all are done with the slot that is filled next.
                     cuda.syncthreads()
                 if step < d_blocks:
-                    copy_tile(sQ[step % STAGES], gQ, m0, step * BLOCK_D, Lq, tid)
-                    copy_tile(sK[step % STAGES], gK, n0, step * BLOCK_D, n_end, tid)
+                    copy_q(sQ[step % STAGES], gQ, m0, step * BLOCK_D, Lq, tid)
+                    copy_k(sK[step % STAGES], gK, n0, step * BLOCK_D, n_end, tid)
                 cp_async_commit()
                 if d_block >= 0:
                     qk(S, sQ[d_block % STAGES], row_in_block, sK[d_block % STAGES], lane)
@@ -237,9 +238,10 @@ def build(config: Config):
             beta = ONE
             if n0 + BLOCK_N >= n_end:
                 # finish: O = O / l, lse = m + ln l
-                beta = reciprocal(l)
+                has_keys = end_of_row(row0 + lane, Lk) > 0
+                beta = reciprocal(l, has_keys)
                 if lane < ROWS and row0 + lane < lse.shape[2]:
-                    lse[b, h, row0 + lane] = log_sum_exp(m, l)
+                    lse[b, h, row0 + lane] = log_sum_exp(m, l, has_keys)
 
             # O = alpha O + P V, slice by slice of Dv, keys in a ring of STAGES slots
             k_blocks = (min(BLOCK_N, n_end - n0) + BLOCK_K - 1) // BLOCK_K
@@ -258,15 +260,15 @@ def build(config: Config):
                         # Keys of k_block are visible to all, and all are done with the slot that is filled next.
                         cuda.syncthreads()
                     if step < k_blocks:
-                        copy_tile(sV[step % STAGES], gV, n0 + step * BLOCK_K, dv0, n_end, tid)
+                        copy_v(sV[step % STAGES], gV, n0 + step * BLOCK_K, dv0, n_end, tid)
                     cp_async_commit()
                     if k_block >= 0:
                         k0 = k_block * BLOCK_K
                         slot = k_block % STAGES
                         if not SELECT or n0 + k0 + BLOCK_K <= end_of_row(row0, Lk):
-                            pv(acc, sP, row_in_block, k0, sV[slot], lane, row0, n0 + k0, Lk)
+                            pv(acc, sP, row_in_block, k0, sV[slot], lane)
                         elif n0 + k0 < end_of_row(row0 + ROWS - 1, Lk):
-                            pv_selected(acc, sP, row_in_block, k0, sV[slot], lane, row0, n0 + k0, Lk)
+                            pv_where(acc, sP, row_in_block, k0, sV[slot], lane, row0, n0 + k0, Lk)
                 wait_all()
                 store_output(gO, acc, row0, dv0, beta, lane)
             # Every warp is done with the slots of V before those of Q and K are filled.

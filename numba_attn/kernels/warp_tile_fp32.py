@@ -30,7 +30,7 @@ import math
 from dataclasses import dataclass
 
 import numpy as np
-from numba import cuda, float32
+from numba import cuda, float32, uint32
 
 from numba_attn.device.math import cdiv
 from numba_attn.kernel import Kernel, Launch
@@ -60,8 +60,9 @@ class Config:
         return WARP * self.warps
 
 
-# 16 warps share each tile; two such blocks fit an SM. V takes at most 32 KB of the 48 KB of static shared memory.
-WARPS, BLOCK_D, V_WORDS = 16, 64, 8192
+# 16 warps share each tile, and two such blocks an SM: one computes while the other waits for a tile. V takes at most
+# 32 KB of the 48 KB of static shared memory.
+WARPS, MIN_BLOCKS, BLOCK_D, V_WORDS = 16, 2, 32, 8192
 
 
 def supports(problem: Problem, device: Device) -> str | None:
@@ -77,22 +78,26 @@ def suits(problem: Problem, device: Device) -> str | None:
     return "one FMA per two shared loads: flash_fp32 is several times faster"
 
 
-def _config(dv_bucket: int, is_causal: bool) -> Config:
-    return Config(WARPS, BLOCK_D, min(WARP, V_WORDS // dv_bucket), dv_bucket, is_causal)
+def dv_bucket(Dv: int) -> int:
+    return next(bucket for bucket in DV_BUCKETS if bucket >= Dv)
+
+
+def _config(bucket: int, is_causal: bool) -> Config:
+    return Config(WARPS, BLOCK_D, min(WARP, V_WORDS // bucket), bucket, is_causal, MIN_BLOCKS)
 
 
 def configs():
-    for dv_bucket in DV_BUCKETS:
+    for bucket in DV_BUCKETS:
         for is_causal in (False, True):
-            yield _config(dv_bucket, is_causal)
+            yield _config(bucket, is_causal)
 
 
 def config(problem: Problem, device: Device) -> Config:
-    return _config(next(bucket for bucket in DV_BUCKETS if bucket >= problem.Dv), problem.is_causal)
+    return _config(dv_bucket(problem.Dv), problem.is_causal)
 
 
 def small_config(problem: Problem) -> Config:
-    return Config(warps=2, block_d=32, v_keys=8, dv_bucket=next(b for b in DV_BUCKETS if b >= problem.Dv), is_causal=problem.is_causal)
+    return Config(2, WARP, 8, dv_bucket(problem.Dv), problem.is_causal)
 
 
 def launches(problem: Problem, config: Config) -> tuple[Launch, ...]:
@@ -118,7 +123,8 @@ def build(config: Config):
         m0 = cuda.blockIdx.x % m_blocks * WARPS
         b, h = head // H, head % H
         tid = cuda.threadIdx.x
-        warp, lane = tid // WARP, tid % WARP
+        # Known not to be negative, lane is not tested for wrap-around at each access.
+        warp, lane = tid >> 5, tid & 31
         row = m0 + warp
         gQ, gK, gV = Q[b, h], K[b, h], V[b, h]
         sQ = cuda.shared.array((WARPS, ROW_STRIDE), float32)
@@ -144,7 +150,8 @@ def build(config: Config):
                         sK[k, d] = gK[n0 + k, d0 + d] if inside & (n0 + k < n_end) else ZERO
                 cuda.syncthreads()  # the slice is there for everybody
                 for d in range(BLOCK_D):
-                    s += sQ[warp, d] * sK[lane, d]
+                    u = uint32(d)  # an unsigned index is not tested for wrap-around
+                    s += sQ[warp, u] * sK[lane, u]
 
             # online softmax over the 32 lanes
             n_keys = min(WARP, n_end - n0)
@@ -180,12 +187,12 @@ def build(config: Config):
 
         # finish: O = acc / l, lse = m + ln l; a row without keys is 0 and -inf
         if row < Lq:
-            inverse = ONE / l if l != ZERO else ZERO
+            inverse = ONE / l if n_end > 0 else ZERO
             for i in range(ACC):
                 if lane + WARP * i < Dv:
                     O[b, h, row, lane + WARP * i] = acc[i] * inverse
             if lane == 0 and row < lse.shape[2]:
-                lse[b, h, row] = m + float32(math.log(l)) if l != ZERO else NEG_INF
+                lse[b, h, row] = m + float32(math.log(l)) if n_end > 0 else NEG_INF
 
     return warp_tile_fp32
 

@@ -37,6 +37,12 @@ def directory() -> Path:
     return Path(base) / "numba_attn"
 
 
+def usage() -> tuple[int, int]:
+    """Entries in the directory, and their bytes."""
+    sizes = [entry.stat().st_size for entry in directory().glob("*.cubin")]
+    return len(sizes), sum(sizes)
+
+
 def key(function, facts: dict) -> str:
     """Digest of everything that decides the machine code of `function` under `facts`."""
     seen = _Sources()

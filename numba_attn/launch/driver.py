@@ -5,6 +5,8 @@ from __future__ import annotations
 import ctypes
 import os
 import threading
+from collections.abc import Callable
+from contextlib import contextmanager
 from functools import cache
 
 from cuda.bindings import driver as cu
@@ -26,7 +28,7 @@ def _check(result):
     status, *values = result
     if status != cu.CUresult.CUDA_SUCCESS:
         raise DriverError(_describe(int(status)))
-    return values[0] if len(values) == 1 else None
+    return values[0] if len(values) == 1 else values or None
 
 
 def _describe(status: int) -> str:
@@ -93,6 +95,44 @@ def device_facts(index: int) -> Device:
 def _primary_context(index: int) -> int:
     initialise()
     return int(_check(cu.cuDevicePrimaryCtxRetain(_check(cu.cuDeviceGet(index)))))
+
+
+@contextmanager
+def _entered(index: int):
+    """GPU `index` as this thread's current device."""
+    _check(cu.cuCtxPushCurrent(_primary_context(index)))
+    try:
+        yield
+    finally:
+        _check(cu.cuCtxPopCurrent())
+
+
+def free_bytes(index: int) -> int:
+    """Memory of GPU `index` that nobody has taken."""
+    with _entered(index):
+        return _check(cu.cuMemGetInfo())[0]
+
+
+def synchronize(index: int) -> None:
+    """Wait for all work on GPU `index`; raises `DriverError` if any of it failed."""
+    with _entered(index):
+        _check(cu.cuCtxSynchronize())
+
+
+def elapsed_ms(work: Callable[[], object], index: int = 0, stream: int = 0, calls: int = 1) -> float:
+    """GPU time between two events on `stream`, before and after `calls` calls of `work`, per call; waits for them."""
+    with _entered(index):
+        start, stop = _check(cu.cuEventCreate(0)), _check(cu.cuEventCreate(0))
+        try:
+            _check(cu.cuEventRecord(start, stream))
+            for _ in range(calls):
+                work()
+            _check(cu.cuEventRecord(stop, stream))
+            _check(cu.cuEventSynchronize(stop))
+            return _check(cu.cuEventElapsedTime(start, stop)) / calls
+        finally:
+            for event in (start, stop):
+                _check(cu.cuEventDestroy(event))
 
 
 @cache

@@ -6,7 +6,6 @@ import threading
 from collections.abc import Hashable, Mapping
 from dataclasses import replace
 
-
 from numba_attn.kernel import OPERANDS, Kernel, Launch, Workspace
 from numba_attn.launch import compiler
 from numba_attn.launch.driver import LoadedKernel, device_facts

@@ -10,7 +10,7 @@ from __future__ import annotations
 import builtins
 import math
 from functools import partial
-from types import BuiltinFunctionType, CellType, FunctionType, ModuleType
+from types import CellType, FunctionType, ModuleType
 
 import numpy as np
 from numba import cuda
@@ -67,8 +67,7 @@ class Binder:
         code = function.__code__
         self.thread.grid.codes.add(code)
         names = {}
-        copy = FunctionType(code, names, function.__name__, function.__defaults__, _cells(function))
-        copy.__kwdefaults__ = function.__kwdefaults__
+        copy = FunctionType(code, names, function.__name__, None, _cells(function))
         # Before its names are looked at, so that a recursive function finds its own copy.
         self._remember(function, copy)
         scope = function.__globals__
@@ -78,6 +77,8 @@ class Binder:
             elif hasattr(builtins, name):
                 names[name] = self.twin(getattr(builtins, name))
         names["__builtins__"] = builtins
+        copy.__defaults__ = self.twin(function.__defaults__)
+        copy.__kwdefaults__ = {name: self.twin(value) for name, value in (function.__kwdefaults__ or {}).items()}
         for original, cell in zip(function.__closure__ or (), copy.__closure__ or (), strict=True):
             try:
                 cell.cell_contents = self.twin(original.cell_contents)
@@ -128,8 +129,7 @@ class Binder:
 def _is_stub(value) -> bool:
     """Whether numba declares `value` for compiled code only."""
     module = getattr(value, "__module__", None) or ""
-    own = isinstance(value, (type, FunctionType)) and module.split(".")[0] in _FOREIGN
-    return own or (isinstance(value, BuiltinFunctionType) and module == "math")
+    return isinstance(value, (type, FunctionType)) and module.split(".")[0] in _FOREIGN
 
 
 def _cells(function: FunctionType):

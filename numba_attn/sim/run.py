@@ -9,7 +9,7 @@ from math import prod
 import numpy as np
 
 from numba_attn.kernel import Kernel
-from numba_attn.problem import H200, Problem
+from numba_attn.problem import H200, Problem, View, vector_width
 from numba_attn.sim.errors import SimulationError
 from numba_attn.sim.lockstep import Hub
 from numba_attn.sim.rebind import Binder, python_function
@@ -75,13 +75,10 @@ def attention(
     written = {name: np.zeros(array.shape, bool) for name, array in arrays.items() if name not in ("Q", "K", "V")}
     for step in kernel.launches(problem, config):
         if step.cluster != 1:
-            raise SimulationError(
-                f"kernel `{kernel.name}`: clusters of blocks are not simulated, blocks run one by one"
-            )
+            raise SimulationError(f"kernel `{kernel.name}`: clusters are not simulated, blocks run one by one")
         args = [np.float32(scale) if name == "scale" else arrays[name] for name in step.args]
-        logs = [
-            Log(arrays[name].shape, written.get(name)) if name in arrays else None for name in step.args
-        ]  # a new launch: nothing races with what came before
+        # A launch races with none before it: its logs start empty.
+        logs = [Log(arrays[name].shape, written.get(name)) if name in arrays else None for name in step.args]
         function = step.build(step.config)
         _launch(function, (step.grid, 1, 1), (step.threads, 1, 1), args, step.args, logs, step.smem_bytes)
     for name in ("O", "lse"):
@@ -163,18 +160,9 @@ def _problem(q, k, v, causal: bool, enable_gqa: bool) -> Problem:
     Hkv, Lk, Dv = k.shape[1], k.shape[2], v.shape[3]
     if k.shape != (B, Hkv, Lk, D) or v.shape != (B, Hkv, Lk, Dv) or (H != Hkv and (not enable_gqa or H % Hkv)):
         raise ValueError(f"q, k, v: shapes {q.shape}, {k.shape}, {v.shape} do not fit together")
-    vector = min(_vector(array) for array in (q, k, v))
-    return Problem(B, H, Hkv, Lq, Lk, D, Dv, is_causal=causal, vector=vector)
-
-
-def _vector(array: np.ndarray) -> int:
-    """Elements (1, 2 or 4) that one aligned access may fetch from any row."""
-    *strides, last = array.strides
-    if last != array.itemsize and array.shape[-1] > 1:
-        return 1
-    positions = [s for s, n in zip(strides, array.shape[:-1], strict=True) if n > 1]
-    positions.append(array.__array_interface__["data"][0])
-    return next(n for n in (4, 2, 1) if all(p % (n * array.itemsize) == 0 for p in positions))
+    views = (View(array.shape, tuple(stride // array.itemsize for stride in array.strides)) for array in (q, k, v))
+    widths = [vector_width(view, array.ctypes.data) for view, array in zip(views, (q, k, v), strict=True)]
+    return Problem(B, H, Hkv, Lq, Lk, D, Dv, is_causal=causal, vector=min(widths))
 
 
 def _choose(kernel, problem: Problem) -> Kernel:

@@ -56,9 +56,8 @@ def copy_async(thread, target, target_index, source, source_index, n: int, valid
         for i in range(span):
             cell = first + k * span + i
             if memory.readers[cell] or memory.marks[cell] >= block_mark:
-                index = (
-                    (*target_index[:-1], target_index[-1] + k) if isinstance(target_index, tuple) else target_index + k
-                )
+                *lead, start = target_index if isinstance(target_index, tuple) else (target_index,)
+                index = (*lead, start + k)
                 memory.check_write(target, thread, cell, index, "asynchronous copy")
             piece = raw[i * memory.unit : (i + 1) * memory.unit] if span > 1 else value
             memory.cells[cell] = InFlight(piece, thread.index, file, line)

@@ -1,0 +1,7 @@
+"""`python -m numba_attn COMMAND`."""
+
+import sys
+
+from numba_attn.cli import main
+
+sys.exit(main())

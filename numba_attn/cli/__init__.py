@@ -1,0 +1,62 @@
+"""`python -m numba_attn COMMAND`: one module of this package per command.
+
+A command's module has `DESCRIPTION`, `add_arguments(parser)` and `run(args) -> exit status`. It is imported only when
+it is called for, so that `info` can tell what is wrong where nothing else can be imported.
+
+Exit status: 0 if all is well, 1 if something was found wrong, 2 for arguments that make no sense.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Sequence
+from importlib import import_module
+
+from numba_attn import versions
+from numba_attn.cli.errors import CommandError
+
+COMMANDS = {
+    "demo": "run, check and time every kernel on one problem; without a GPU, in the simulator",
+    "info": "show versions, driver, devices, cache, kernels, and what is wrong with them",
+    "check": "hold kernels, or a kernel of your own file, to the matrix of problems",
+    "precompile": "fill the cache with machine code, without a GPU",
+    "inspect": "show the registers, spills and shared memory, or the PTX, of one kernel",
+    "mutate": "plant faults in a kernel and see whether the simulator notices each",
+}
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run one command; the exit status."""
+    argv = list(sys.argv[1:] if argv is None else argv)
+    try:
+        return _main(argv)
+    except CommandError as error:
+        print(f"numba_attn: {error}", file=sys.stderr)
+        return error.status
+    except SystemExit as stop:  # argparse, after --help too
+        return int(stop.code or 0)
+    except KeyboardInterrupt:
+        return 130
+
+
+class _Parser(argparse.ArgumentParser):
+    def error(self, message: str):
+        raise CommandError(f"{message} ({self.prog} --help)", status=2)
+
+
+def _main(argv: list[str]) -> int:
+    parser = _Parser(prog="python -m numba_attn", description="Exact attention by kernels written in Python.")
+    parser.add_argument("--version", action="version", version=versions.version("numba-attn") or "not installed")
+    commands = parser.add_subparsers(metavar="COMMAND", dest="command", required=True)
+    command = None
+    for name, summary in COMMANDS.items():
+        subparser = commands.add_parser(name, help=summary)
+        if argv[:1] == [name]:
+            if name != "info" and (problem := versions.package_problem()):
+                raise CommandError(problem)
+            command = import_module(f"numba_attn.cli.{name}")
+            subparser.description = command.DESCRIPTION
+            command.add_arguments(subparser)
+    args = parser.parse_args(argv)
+    return command.run(args)

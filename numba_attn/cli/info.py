@@ -1,0 +1,64 @@
+"""The command `info`: what is installed, what is there, and what is wrong with it."""
+
+from __future__ import annotations
+
+from numba_attn import versions
+from numba_attn.cli.screen import megabytes, one_line
+
+DESCRIPTION = """Show versions, driver, devices, cache and kernels, and what is wrong with them. Exit status 0 with and
+without a GPU, and also where packages do not work together."""
+
+
+def add_arguments(parser) -> None:
+    pass
+
+
+def run(args) -> int:
+    _section("versions", versions.report())
+    _section("toolkit", versions.toolkit_report())
+    problem = versions.package_problem()
+    try:
+        driver = _machine()
+        _kernels()
+        problem = problem or versions.toolkit_problem(driver)
+    except Exception as error:  # a wrong set of packages fails in its own ways
+        problem = problem or f"{type(error).__name__}: {one_line(error)}"
+    print(f"\nproblems\n  {problem or 'none found'}")
+    return 0
+
+
+def _machine() -> tuple[int, int] | None:
+    """Show driver, devices and cache; the CUDA version that the driver serves."""
+    from numba_attn import launch
+    from numba_attn.launch import cache
+
+    driver = launch.driver_version()
+    print(f"\ndriver\n  {f'serves CUDA {driver[0]}.{driver[1]}' if driver else 'none'}")
+    devices = {str(index): _facts(launch.device_facts(index)) for index in range(launch.device_count())}
+    _section("devices", devices or {"none": "numba_attn.sim.attention runs the kernels on a CPU"})
+    entries, size = cache.usage()
+    source = f"; ${cache.ENVIRONMENT_VARIABLE} moves it"
+    print(f"\ncache\n  {cache.directory()} ({entries} entries, {megabytes(size)}{source})")
+    return driver
+
+
+def _facts(device) -> str:
+    major, minor = device.cc
+    shared = f"{device.smem_per_block_bytes // 1024} KB of shared memory a block"
+    return (
+        f"{device.name}, compute capability {major}.{minor} ({device.arch}), {device.sm_count} SMs, {shared}, "
+        f"{device.l2_bytes // 2**20} MB of L2"
+    )
+
+
+def _kernels() -> None:
+    from numba_attn.kernels import KERNELS
+
+    _section("kernels", {kernel.name: kernel.summary for kernel in KERNELS})
+
+
+def _section(title: str, facts: dict[str, str]) -> None:
+    width = max(map(len, facts))
+    print(f"\n{title}" if title != "versions" else title)
+    for name, fact in facts.items():
+        print(f"  {name:<{width}}  {fact}")

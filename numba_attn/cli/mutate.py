@@ -1,0 +1,46 @@
+"""The command `mutate`: does the simulator notice faults planted in a kernel?"""
+
+from __future__ import annotations
+
+from numba_attn.cli.errors import CommandError
+from numba_attn.cli.kernel_file import KERNEL_HELP, find
+from numba_attn.cli.screen import Progress, table
+from numba_attn.sim import mutate
+
+DESCRIPTION = """Plant one fault after the other in a kernel and in the verbs that it uses (a dropped barrier, a shifted
+index, a dropped bounds test, max for min) and run each over small problems in the simulator. Takes minutes. Exit
+status 1 if a mutant survives that is not listed as equivalent, or if the list has an entry that is no longer true."""
+
+
+def add_arguments(parser) -> None:
+    parser.add_argument("kernel", metavar="KERNEL", help=KERNEL_HELP)
+    equivalent = "list of equivalent mutants; the repository's unless given"
+    parser.add_argument("--equivalent", metavar="FILE.toml", help=equivalent)
+
+
+def run(args) -> int:
+    _, path, name = find(args.kernel)
+    with Progress() as progress:
+
+        def show(number: int, count: int, row) -> None:
+            if row.outcome == "survived":
+                progress.say(f"SURVIVED {place(row)}")
+            progress.show(number, count, place(row))
+
+        progress.show(0, 1, "the kernel itself")
+        try:
+            report = mutate.run(path, progress=show, name=name, equivalent=args.equivalent)
+        except ValueError as error:
+            raise CommandError(str(error)) from None
+    print(table(("outcome", "mutants"), [(outcome, str(count)) for outcome, count in sorted(report.counts.items())]))
+    for row in report.rows:
+        if row.outcome == "equivalent":
+            print(f"equivalent: {place(row)}: {row.detail}")
+    for entry in report.stale:
+        print(f"STALE {entry}")
+    return 0 if report.ok else 1
+
+
+def place(row) -> str:
+    """Where a mutant is, and what it is."""
+    return f"{row.file}:{row.mutant.line} {row.mutant.description}"

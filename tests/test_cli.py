@@ -1,0 +1,546 @@
+"""Contract: every command does what its help says, by exit status, and tells what is wrong in one line."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+from processes import run_python
+
+from numba_attn import launch, testing, versions
+from numba_attn.cli import COMMANDS, demo, kernel_file, main, measure, precompile, screen, targets
+from numba_attn.kernels import KERNELS, warp_tile_fp32
+from numba_attn.problem import H200, Problem
+from numba_attn.sim import mutate
+
+ROOT = Path(__file__).resolve().parents[1]
+KERNEL_SOURCE = Path(warp_tile_fp32.__file__).read_text()
+NO_GPU = pytest.mark.skipif(launch.device_count() > 0, reason="there is a GPU")
+
+
+@pytest.fixture
+def call(capsys):
+    """Function of arguments that gives exit status, output and errors of a command."""
+
+    def call(*argv):
+        status = main([str(arg) for arg in argv])
+        out, err = capsys.readouterr()
+        return status, out, err
+
+    return call
+
+
+@pytest.fixture
+def few_cases(monkeypatch):
+    """A matrix of two cases, so that a check takes a moment."""
+    cases = (testing.Case(1, 1, 3, 5, 4, 4), testing.Case(1, 1, 17, 9, 4, 4, is_causal=True))
+    monkeypatch.setattr(testing, "small_cases", lambda: cases)
+    return cases
+
+
+def broken_kernel(folder: Path, old: str, new: str, name: str = "my_kernel.py") -> Path:
+    """A user's copy of a kernel with one fault."""
+    assert old in KERNEL_SOURCE
+    file = folder / name
+    file.write_text(KERNEL_SOURCE.replace(old, new))
+    return file
+
+
+# Arguments
+
+
+@pytest.mark.parametrize("command", ["", *COMMANDS])
+def test_help(call, command):
+    status, out, err = call(*command.split(), "--help")
+    assert (status, err) == (0, "")
+    assert out.startswith("usage: python -m numba_attn")
+    assert command or all(name in out and summary.split(":")[0][:40] in out for name, summary in COMMANDS.items())
+
+
+@pytest.mark.parametrize(
+    ("argv", "said"),
+    [
+        ([], "required: COMMAND"),
+        (["cheque"], "invalid choice: 'cheque'"),
+        (["info", "--sim"], "unrecognized arguments: --sim"),
+        (["check", "naive"], "neither a kernel (flash_fp32, warp_tile_fp32) nor FILE.py"),
+        (["check", "missing.py"], "missing.py is no file"),
+        (["check", "--sim", "-k", "nowhere"], "no case has 'nowhere' in its name"),
+        (["precompile", "--arch", "hopper"], "'hopper'"),
+        (["precompile", "--arch", "sm_70"], "sm_70 is not one of sm_80"),
+        (["precompile", "--arch", "sm_90"], "loads sm_90a"),
+        (["inspect"], "required: KERNEL"),
+        (["inspect", "flash_fp32", "--head-dim", "0"], "--head-dim is 0"),
+        (["inspect", "warp_tile_fp32", "--head-dim", "2000"], "cannot serve this: keeps Dv in registers"),
+        (["mutate"], "required: KERNEL"),
+    ],
+)
+def test_bad_arguments_get_one_line_and_status_2(call, argv, said):
+    status, out, err = call(*argv)
+    assert status == 2
+    assert said in err
+    assert err.count("\n") == 1
+
+
+@NO_GPU
+def test_precompile_without_a_gpu_asks_for_an_arch(call):
+    assert call("precompile")[::2] == (2, "numba_attn: no GPU is found here: --arch (like sm_90a) is needed\n")
+
+
+def test_as_a_process():
+    paths = os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")]))
+
+    def run(*argv):
+        command = [sys.executable, "-m", "numba_attn", *argv]
+        environment = {**os.environ, "PYTHONPATH": paths}
+        return subprocess.run(command, env=environment, capture_output=True, text=True, cwd=ROOT.parent)
+
+    info, bad = run("info"), run("check", "naive")
+    assert (info.returncode, info.stderr) == (0, "")
+    assert (bad.returncode, bad.stderr.count("\n"), bad.stdout) == (2, 1, "")
+
+
+# info
+
+
+def test_info(call, tmp_path, monkeypatch):
+    monkeypatch.setenv("NUMBA_ATTN_CACHE_DIR", str(tmp_path))
+    (tmp_path / "entry.cubin").write_bytes(bytes(3_000_000))
+    status, out, err = call("info")
+    assert (status, err) == (0, "")
+    for name in (*versions.PACKAGES, *versions.TOOLKIT, *(kernel.summary for kernel in KERNELS)):
+        assert name in out
+    assert f"{tmp_path} (1 entries, 3.0 MB" in out
+    assert out.endswith("problems\n  none found\n")
+
+
+def test_info_does_not_import_torch():
+    out, _ = run_python("""
+        import sys
+        from numba_attn.cli import main
+        main(["info"])
+        print([name for name in ("torch", "cupy") if name in sys.modules])
+    """)
+    assert out.endswith("[]\n")
+
+
+WRONG_SET = """
+    from importlib import metadata
+    real = metadata.version
+
+    def version(name):
+        if name != {package!r}:
+            return real(name)
+        found = {found!r}
+        if not found:
+            raise metadata.PackageNotFoundError(name)
+        return found
+
+    metadata.version = version
+    from numba_attn.cli import main
+    print("status", main(["info"]))
+    print("status", main(["demo"]))
+"""
+
+
+@pytest.mark.parametrize(
+    ("package", "found", "said"),
+    [("numpy", "2.5.1", "does not work with numpy 2.5.1"), ("numba-cuda", None, "numba-cuda is not installed")],
+)
+def test_a_wrong_set_of_packages_is_told_in_one_line(package, found, said):
+    out, err = run_python(WRONG_SET.format(package=package, found=found))
+    assert "status 0" in out
+    assert "status 1" in out
+    assert said in out.partition("problems\n")[2]
+    assert said in err
+    assert err.count("\n") == 1
+
+
+def test_info_where_nothing_can_be_imported():
+    out, _ = run_python("""
+        import sys
+        sys.modules["numba"] = sys.modules["numba.cuda"] = None
+        from importlib import metadata
+        real = metadata.version
+        metadata.version = lambda name: "2.5.0" if name == "numpy" else real(name)
+        from numba_attn.cli import main
+        print("status", main(["info"]))
+    """)
+    assert "does not work with numpy 2.5.0" in out
+    assert out.endswith("status 0\n")
+
+
+# check
+
+
+def test_check_all_kernels(call, few_cases):
+    status, out, _ = call("check", "--sim")
+    assert status == 0
+    assert out == "in the simulator\n" + "".join(f"{k.name}: 2 cases, 2 passed, 0 failed\n" for k in KERNELS)
+
+
+@NO_GPU
+def test_check_says_why_it_simulates(call, few_cases):
+    assert "no GPU is found" in call("check", "flash_fp32")[1]
+
+
+def test_check_only_some_cases(call, few_cases):
+    status, out, _ = call("check", "warp_tile_fp32", "--sim", "-k", "causal")
+    assert (status, out.splitlines()[-1]) == (0, "warp_tile_fp32: 1 cases, 1 passed, 0 failed")
+
+
+def test_check_a_dropped_bounds_test(call, few_cases, tmp_path):
+    file = broken_kernel(tmp_path, "if inside & (row < Lq) else", "if inside else")
+    status, out, _ = call("check", file, "--sim")
+    assert status == 1
+    first, second = (line for line in out.splitlines() if line.startswith("FAIL"))
+    assert first.startswith(f"FAIL warp_tile_fp32 {few_cases[0]}: index out of range: tensor gQ[3, 0]")
+    assert "my_kernel.py:" in first
+    assert str(few_cases[1]) in second
+    assert out.splitlines()[-1] == "warp_tile_fp32: 2 cases, 0 passed, 2 failed"
+
+
+def test_check_a_wrong_result(call, few_cases, tmp_path):
+    file = broken_kernel(
+        tmp_path, "O[b, h, row, lane + WARP * i] = acc[i] * inverse", "O[b, h, row, lane] = acc[i] * 2"
+    )
+    status, out, _ = call("check", file, "--sim")
+    assert status == 1
+    assert "float64 gives" in out
+    assert out.splitlines()[1].startswith(f"FAIL warp_tile_fp32 {few_cases[0]}: o[0, 0, 2, 3] = ")
+    assert "error" in out
+    assert "budget" in out
+
+
+def test_check_a_kernel_that_raises(call, few_cases, tmp_path):
+    file = broken_kernel(tmp_path, "m, l = NEG_INF, ZERO", "m, l = NEG_INF, ZEROS")
+    status, out, _ = call("check", file, "--sim")
+    assert status == 1
+    assert "ZEROS" in out
+
+
+def test_check_a_kernel_that_serves_nothing(call, few_cases, tmp_path):
+    file = broken_kernel(tmp_path, "    if problem.Dv > DV_BUCKETS[-1]:", '    return "not today"\n    if False:')
+    status, out, _ = call("check", file, "--sim")
+    assert (status, out.splitlines()[-1]) == (
+        1,
+        "warp_tile_fp32: 2 cases, 0 passed, 0 failed, 2 refused by its `supports`",
+    )
+
+
+# A kernel's file
+
+
+def test_a_file_with_another_name_for_its_kernel(call, few_cases, tmp_path):
+    file = broken_kernel(tmp_path, "KERNEL = Kernel(", "MINE = Kernel(")
+    assert call("check", f"{file}:MINE", "--sim", "-k", "causal")[0] == 0
+    assert call("check", file, "--sim")[::2] == (2, f"numba_attn: {file} has no Kernel called KERNEL\n")
+
+
+@pytest.mark.parametrize("text", ["def (", "import nowhere_to_be_found", "\n\n1 / 0"])
+def test_a_file_that_cannot_be_loaded(call, tmp_path, text):
+    file = tmp_path / "no_kernel.py"
+    file.write_text(text)
+    status, out, err = call("check", file, "--sim")
+    assert (status, out, err.count("\n")) == (1, "", 1)
+    assert "no_kernel.py" in err
+    assert "cannot be loaded" in err
+    assert "0" not in text or "no_kernel.py:3 cannot be loaded: ZeroDivisionError: division by zero" in err
+
+
+def test_a_file_imports_its_neighbours(tmp_path, monkeypatch):
+    monkeypatch.setattr(sys, "path", [*sys.path])
+    (tmp_path / "neighbour_of_kernel.py").write_text("WARPS = 4\n")
+    own = "from numba_attn.device.math import cdiv"
+    file = broken_kernel(tmp_path, own, f"{own}\nfrom neighbour_of_kernel import WARPS")
+    assert kernel_file.find(str(file))[0].name == "warp_tile_fp32"
+
+
+def test_a_file_in_a_package_has_relative_imports(tmp_path, monkeypatch):
+    monkeypatch.setattr(sys, "path", [*sys.path])
+    package = tmp_path / "package_of_kernel" / "kernels"
+    package.mkdir(parents=True)
+    for folder in (package, package.parent):
+        (folder / "__init__.py").touch()
+    (package.parent / "math.py").write_text("def cdiv(a, b):\n    return -(-a // b)\n")
+    file = broken_kernel(package, "from numba_attn.device.math import cdiv", "from ..math import cdiv")
+    assert kernel_file.find(str(file))[0].launches.__module__ == "package_of_kernel.kernels.my_kernel"
+
+
+def test_a_file_of_ours_is_the_module_that_is_registered():
+    assert kernel_file.find(warp_tile_fp32.__file__)[0] is warp_tile_fp32.KERNEL
+
+
+def test_a_file_called_like_a_module_of_pythons_still_counts_for_the_cache(tmp_path, monkeypatch):
+    monkeypatch.setattr(sys, "path", [*sys.path])
+    file = broken_kernel(tmp_path, '"""One warp', '"""A warp', name="statistics.py")
+    kernel, _, _ = kernel_file.find(str(file))
+    function = kernel.launches(precompile.PROBLEM, next(iter(kernel.configs())))[0].build
+    before = launch.cache.key(function, {})
+    file.write_text(file.read_text() + "# edited\n")
+    assert launch.cache.key(function, {}) != before
+
+
+# precompile and inspect
+
+
+@pytest.fixture
+def one_config(tmp_path):
+    """A kernel file with one small config and one that is too large for any GPU."""
+    heading = "def configs():\n"
+    two = "    yield _config(32, False)\n    yield _config(64, True)\n    return\n"
+    file = broken_kernel(tmp_path, heading, heading + two)
+    text = file.read_text().replace(
+        "config.threads, min_blocks", "config.threads, 0 if config.dv_bucket == 32 else 1 << 20, min_blocks"
+    )
+    file.write_text(text)
+    return file
+
+
+def test_precompile(call, one_config, tmp_path, monkeypatch):
+    monkeypatch.setenv("NUMBA_ATTN_CACHE_DIR", str(tmp_path / "cache"))
+    status, out, err = call("precompile", "--arch", "sm_90a", one_config)
+    assert status == 0
+    header, row, left_out, summary = out.splitlines()
+    assert header.split() == list(precompile.HEADER)
+    name, arch, registers, spills, _, smem, *config = row.split()
+    assert (name, arch, spills) == ("warp_tile_fp32", "sm_90a", "0")
+    assert 32 <= int(registers) <= 255
+    assert 4096 <= int(smem) <= 48 * 1024
+    assert "dv_bucket=32" in config
+    assert "is_causal" not in config
+    assert left_out.startswith("sm_90a: 1 configs are left out: they need 1048576 bytes of shared memory")
+    assert summary == f"1 configs are in {tmp_path / 'cache'}"
+    assert err.startswith("0/2 warp_tile_fp32 sm_90a")
+    assert len(list((tmp_path / "cache").glob("*.cubin"))) == 1
+
+
+def test_precompile_of_what_does_not_compile(call, tmp_path, monkeypatch, one_config):
+    monkeypatch.setenv("NUMBA_ATTN_CACHE_DIR", str(tmp_path / "cache"))
+    one_config.write_text(one_config.read_text().replace("m, l = NEG_INF, ZERO", "m, l = NEG_INF, ZEROS"))
+    status, out, _ = call("precompile", "--arch", "sm_90a", one_config)
+    assert status == 1
+    assert "ZEROS" in out
+    assert "0 configs are in" in out
+    assert "1 failed" in out
+
+
+def test_precompile_into_a_directory_that_cannot_be_written(call, tmp_path, monkeypatch, one_config):
+    (tmp_path / "file").touch()
+    monkeypatch.setenv("NUMBA_ATTN_CACHE_DIR", str(tmp_path / "file"))
+    monkeypatch.setattr(launch.cache, "_warned", False)
+    status, out, _ = call("precompile", "--arch", "sm_90a", one_config)
+    assert status == 1
+    assert "cannot write the cache" in out
+
+
+def test_shared_memory_of_archs():
+    assert targets.device_of("sm_90a") == H200.__class__(
+        "GPU of sm_90a", (9, 0), H200.sm_count, H200.smem_per_block_bytes, H200.l2_bytes
+    )
+    assert targets.device_of("sm_80").smem_per_block_bytes == 163 * 1024
+    assert targets.device_of("sm_120a").smem_per_block_bytes == 99 * 1024
+
+
+def test_every_config_has_launches():
+    for kernel in KERNELS:
+        pieces = list(precompile.configs(kernel))
+        assert {config for _, config, _, _ in pieces} == set(kernel.configs())
+
+
+def test_inspect(call, tmp_path, monkeypatch):
+    monkeypatch.setenv("NUMBA_ATTN_CACHE_DIR", str(tmp_path))
+    status, out, _ = call("inspect", "warp_tile_fp32", "--head-dim", "32", "--causal")
+    assert status == 0
+    assert out.splitlines()[1].split()[:2] == ["warp_tile_fp32", "sm_90a"]
+    status, out, _ = call("inspect", "warp_tile_fp32", "--head-dim", "32", "--ptx", "--arch", "sm_80")
+    assert status == 0
+    assert ".target sm_80" in out
+    assert ".entry" in out
+
+
+# mutate
+
+
+def test_mutate(call, monkeypatch):
+    toy = ROOT / "tests" / "sim" / "toy_kernel.py"
+    kept = mutate.mutants(toy)[:3]
+    report = mutate.Report("toy", tuple(mutate.Row("toy.py", m, "error", "race", 0.1) for m in kept), ())
+    survived = mutate.Row("toy.py", kept[0], "survived", "", 0.1)
+
+    def run(path, progress, name, equivalent):
+        assert (Path(path), name, equivalent) == (toy, "KERNEL", None)
+        for number, row in enumerate(report.rows, 1):
+            progress(number, len(report.rows), row)
+        return report
+
+    monkeypatch.setattr(mutate, "run", run)
+    status, out, err = call("mutate", toy)
+    assert (status, out.splitlines()) == (0, ["outcome  mutants", "error          3"])
+    assert err.splitlines()[-1] == f"3/3 toy.py:{kept[2].line} {kept[2].description}"
+    report = mutate.Report("toy", (*report.rows, survived), ("gone: drop",))
+    status, out, _ = call("mutate", toy)
+    assert status == 1
+    assert out.startswith(f"SURVIVED toy.py:{kept[0].line} {kept[0].description}\n")
+    assert out.endswith("STALE gone: drop\n")
+
+
+def test_mutate_for_real(call, monkeypatch):
+    monkeypatch.setattr(mutate.run, "__defaults__", (mutate.CASES[:1], None))
+    monkeypatch.setattr(mutate, "mutants", lambda path, every=mutate.mutants: every(path)[:4])
+    status, out, _ = call("mutate", ROOT / "tests" / "sim" / "toy_kernel.py")
+    assert status in (0, 1)
+    assert out.startswith(("outcome", "SURVIVED"))
+
+
+# demo
+
+
+@NO_GPU
+def test_demo_without_a_gpu(call):
+    status, out, _ = call("demo")
+    assert status == 0
+    assert "this is the simulator" in out
+    assert [line.split()[0] for line in out.splitlines()[-len(KERNELS) :]] == [kernel.name for kernel in KERNELS]
+
+
+@NO_GPU
+def test_demo_with_a_wrong_kernel(call, tmp_path, monkeypatch):
+    file = broken_kernel(tmp_path, "s = s * scale if", "s = s * scale * scale if")
+    monkeypatch.setattr(demo, "KERNELS", (warp_tile_fp32.KERNEL, kernel_file.find(str(file))[0]))
+    monkeypatch.setattr(demo, "SIMULATED", testing.Case(1, 1, 3, 5, 4, 4))
+    status, out, _ = call("demo")
+    assert status == 1
+    right, wrong, why = out.splitlines()[-3:]
+    assert "wrong" not in right
+    assert wrong.split()[1] == "wrong"
+    assert why.startswith("WRONG warp_tile_fp32: o[0, 0, ")
+
+
+@pytest.fixture
+def gpu_that_is_not_there(monkeypatch):
+    """The demo's GPU part over numpy arrays: the oracle for kernels, a clock that stands still."""
+    problem = Problem(2, 2, 2, 5, 7, 4, 4)
+
+    def attention(q, k, v, kernel, return_lse=False):
+        o, lse = testing.Expected(q, k, v).o32, testing.Expected(q, k, v).lse32
+        return (o, lse) if return_lse else o
+
+    inputs = testing.make_inputs(testing.Case(2, 2, 5, 7, 4, 4))
+    monkeypatch.setattr(launch, "device_count", lambda: 1)
+    monkeypatch.setattr(launch, "free_bytes", lambda index: 1 << 40)
+    monkeypatch.setattr(launch, "device_facts", lambda index: H200)
+    monkeypatch.setattr(launch, "elapsed_ms", lambda work, calls=1: 0.5)
+    monkeypatch.setattr(demo, "HEADLINE", problem)
+    package = SimpleNamespace(attention=attention, explain=lambda *arrays: SimpleNamespace(chosen="x"))
+    monkeypatch.setattr(demo, "api", package)
+    monkeypatch.setattr(measure, "cuda_torch", lambda: (None, "torch is not installed"))
+    monkeypatch.setattr(measure, "uniform_inputs", lambda problem, torch: inputs)
+    monkeypatch.setattr(measure.Sample, "of", lambda self, array: np.stack([array[b, h] for b, h in self.heads]))
+    monkeypatch.setattr(versions, "problem", lambda driver: None)
+    return SimpleNamespace(attention=attention)
+
+
+def test_demo_measures(call, gpu_that_is_not_there):
+    status, out, _ = call("demo")
+    assert status == 0
+    assert "torch is not installed" in out
+    header, *rows = out.splitlines()[-1 - len(KERNELS) :]
+    assert header.split()[:3] == ["kernel", "ms", "TFLOP/s"]
+    assert [row.split()[:2] for row in rows] == [[kernel.name, "0.50"] for kernel in KERNELS]
+
+
+def test_demo_times_nothing_that_is_wrong(call, gpu_that_is_not_there, monkeypatch):
+    right = gpu_that_is_not_there.attention
+
+    def wrong(*args, kernel, **kwargs):
+        o, lse = right(*args, kernel=kernel, return_lse=True)
+        return (o + (kernel is KERNELS[0]), lse)
+
+    monkeypatch.setattr(demo.api, "attention", wrong)
+    status, out, _ = call("demo")
+    assert status == 1
+    first, second, why = out.splitlines()[-3:]
+    assert first.split() == [KERNELS[0].name, "wrong"]
+    assert second.split()[1] == "0.50"
+    assert why.startswith(f"WRONG {KERNELS[0].name}: of the heads [(0, 0), (0, 1), (1, 1)]: o[0, ")
+
+
+def test_demo_takes_a_smaller_batch_where_memory_is_short():
+    whole = demo.ARRAYS * 4 * demo.HEADLINE.B * 32 * 512 * 1024
+    assert demo.fitting(demo.HEADLINE, whole) == demo.HEADLINE
+    assert demo.fitting(demo.HEADLINE, whole - 1).B == 16
+    assert demo.fitting(demo.HEADLINE, 0).B == 1
+
+
+def test_tf32_flags_are_off_and_restored():
+    torch = pytest.importorskip("torch")
+    before = torch.backends.cuda.matmul.allow_tf32, torch.backends.cudnn.allow_tf32
+    torch.backends.cuda.matmul.allow_tf32 = True
+    try:
+        with measure.tf32_off(torch):
+            assert not torch.backends.cuda.matmul.allow_tf32
+            assert not torch.backends.cudnn.allow_tf32
+        assert torch.backends.cuda.matmul.allow_tf32
+        assert torch.backends.cudnn.allow_tf32 == before[1]
+    finally:
+        torch.backends.cuda.matmul.allow_tf32 = before[0]
+
+
+def test_torch_tells_its_backend():
+    torch = pytest.importorskip("torch")
+    q = torch.rand(1, 1, 4, 8)
+    assert measure.torch_backend(torch, q, q, q, is_causal=False) in ("math", "flash_attention")
+    assert measure.torch_backend(SimpleNamespace(), q, q, q, is_causal=False) == "unknown"
+
+
+# The GPU parts
+
+
+@pytest.mark.gpu
+def test_demo_on_a_gpu(call, monkeypatch):
+    monkeypatch.setattr(demo, "HEADLINE", Problem(2, 3, 3, 65, 130, 72, 72))
+    status, out, _ = call("demo")
+    assert status == 0
+    assert out.splitlines()[-1].startswith("torch ")
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("layout", testing.LAYOUTS)
+def test_check_on_a_gpu(call, monkeypatch, layout):
+    cases = (testing.Case(2, 3, 17, 33, 12, 12, layout=layout, is_causal=True),)
+    monkeypatch.setattr(testing, "cases", lambda: cases)
+    assert call("check")[0] == 0
+
+
+@pytest.mark.gpu
+def test_check_on_a_gpu_sees_stray_writes(call, monkeypatch, tmp_path):
+    monkeypatch.setattr(testing, "cases", lambda: (testing.Case(1, 1, 3, 5, 4, 4),))
+    file = broken_kernel(tmp_path, "        if row < Lq:\n", "        if row < Lq + 1:\n")
+    status, out, _ = call("check", file)
+    assert status == 1
+    assert "elements outside the output were written" in out
+
+
+# The screen
+
+
+def test_table():
+    assert screen.table(("a", "bb"), [("x", "1"), ("long", "2")]) == "a     bb\nx      1\nlong   2"
+    assert screen.table(("a", "text"), [("x", "left it is")]) == "a  text\nx  left it is"
+
+
+def test_progress_bar_is_cleared_for_lines(monkeypatch, capsys):
+    monkeypatch.setattr(sys.stderr, "isatty", lambda: True, raising=False)
+    with screen.Progress() as progress:
+        progress.show(1, 2, "one")
+        progress.say("a line")
+    out, err = capsys.readouterr()
+    assert out == "a line\n"
+    assert f"[{'#' * 12}{'.' * 12}] 1/2 one" in err
+    assert err.endswith("\r\x1b[K")
