@@ -30,13 +30,10 @@ class Call:
     plan: Any
     """From `launch.prepare`; None if there is nothing to launch."""
     device: int
-    O: View
-    """Of the output, the caller's or a new one."""
-    lse: View
-    """Of no rows if the caller wants none."""
     o_strides: tuple[int, ...]
     lse_strides: tuple[int, ...]
     workspace: tuple[tuple[str, View, str], ...]
+    """Name, layout and type of each temporary."""
 
 
 def attend(names, q, k, v, causal, scale, enable_gqa, return_lse=False, kernel=None, out=None, stream=None):
@@ -69,30 +66,25 @@ def attend(names, q, k, v, causal, scale, enable_gqa, return_lse=False, kernel=N
         scale = _as_float(scale)
 
     if out is None:
-        o, O = library.empty(q, geometry.o_shape, call.o_strides, "float32", stream), call.O
+        o = library.empty(q, geometry.o_shape, call.o_strides, "float32", stream)
         o_pointer = library.pointer(o)
     else:
-        o, O = out, call.O
+        o = out
         _check_overlap(library, names, (q, k, v), target)
     lse = library.empty(q, geometry.lse_shape, call.lse_strides, "float32", stream) if return_lse else None
     if call.plan is None:
         _fill_without_keys(library, o, lse, geometry, stream)
         return o, lse
 
-    operands = {
-        "Q": (q_pointer,) + geometry.Q,
-        "K": (k_pointer,) + geometry.K,
-        "V": (v_pointer,) + geometry.V,
-        "O": (o_pointer,) + O,
-        "lse": (0 if lse is None else library.pointer(lse),) + call.lse,
-    }
+    lse_pointer = 0 if lse is None else library.pointer(lse)
+    pointers = {"Q": q_pointer, "K": k_pointer, "V": v_pointer, "O": o_pointer, "lse": lse_pointer}
     temporaries = []
     for name, view, dtype in call.workspace:
         temporaries.append(library.empty(q, *view, dtype, stream))
-        operands[name] = (library.pointer(temporaries[-1]), *view)
+        pointers[name] = library.pointer(temporaries[-1])
     if geometry.stand_ins:
-        temporaries += _stand_in(library, q, operands, geometry, stream)
-    call.plan.run(library.stream_handle(call.device, stream), operands, scale)
+        temporaries += _stand_in(library, q, pointers, geometry, stream)
+    call.plan.run(library.stream_handle(call.device, stream), pointers, scale)
     if library is device_arrays:
         library.release(adopted, stream)
     return o, lse
@@ -146,24 +138,31 @@ def _prepare(library, names, arrays, causal, enable_gqa, return_lse, kernel) -> 
     q, k, v, *out = (library.operand(array, name) for array, name in zip(arrays, (*names, "out"), strict=False))
     geometry = describe(q, k, v, is_causal=bool(causal), enable_gqa=bool(enable_gqa))
     problem, index = geometry.problem, _index(geometry)
-    O = _contiguous((problem.B, problem.H, problem.Lq, problem.Dv))
+    layouts = {
+        "Q": geometry.Q,
+        "K": geometry.K,
+        "V": geometry.V,
+        # One column at least: the scratch of `_stand_in`, where V has none.
+        "O": View.contiguous((problem.B, problem.H, problem.Lq, problem.Dv)),
+        # Of no rows if the caller wants none.
+        "lse": View.contiguous((problem.B, problem.H, problem.Lq if return_lse else 0)),
+    }
     if out:
-        O = check_out(*out, geometry, q)
-        problem = replace(problem, vector=min(problem.vector, vector_width(O, out[0].pointer)))
+        layouts["O"] = check_out(*out, geometry, q)
+        problem = replace(problem, vector=min(problem.vector, vector_width(layouts["O"], out[0].pointer)))
     plan, workspace = None, ()
     _check_versions()
     if geometry.nothing_to_launch(return_lse):
         if kernel is not None:
             find(kernel, KERNELS)
     else:
-        plan = launch.prepare(choose(kernel, KERNELS, problem, launch.device_facts(index)), problem, index)
-        workspace = tuple((name, _contiguous(space.shape), space.dtype) for name, space in plan.workspace.items())
+        chosen = choose(kernel, KERNELS, problem, launch.device_facts(index))
+        plan = launch.prepare(chosen, problem, index, layouts)
+        workspace = tuple((name, View.contiguous(space.shape), space.dtype) for name, space in plan.workspace.items())
     return Call(
         geometry,
         plan,
         index,
-        O=O,
-        lse=_contiguous((problem.B, problem.H, problem.Lq if return_lse else 0)),
         o_strides=contiguous_strides(geometry.o_shape),
         lse_strides=contiguous_strides(geometry.lse_shape),
         workspace=workspace,
@@ -179,10 +178,6 @@ def _check_versions() -> None:
 def _index(geometry: Geometry) -> int:
     """The device of the arrays; the current one if they are all empty or on the host."""
     return device_arrays.current_device() if geometry.device is None else geometry.device
-
-
-def _contiguous(shape: tuple[int, ...]) -> View:
-    return View(shape, contiguous_strides(shape))
 
 
 def _as_float(scale) -> float:
@@ -213,17 +208,17 @@ def _fill_without_keys(library, o, lse, geometry, stream) -> None:
         library.fill(lse, -float("inf"), stream)
 
 
-def _stand_in(library, like, operands, geometry, stream) -> list:
+def _stand_in(library, like, pointers, geometry, stream) -> list:
     """Point the stand-ins at one zero, and an output without columns at scratch memory."""
     temporaries = [library.empty(like, (1,), (1,), "float32", stream)]
     library.fill(temporaries[0], 0.0, stream)
     for name in geometry.stand_ins:
-        operands[name] = (library.pointer(temporaries[0]), *operands[name][1:])
+        pointers[name] = library.pointer(temporaries[0])
     if "V" in geometry.stand_ins:
         problem = geometry.problem
-        scratch = _contiguous((problem.B, problem.H, problem.Lq, 1))
+        scratch = View.contiguous((problem.B, problem.H, problem.Lq, 1))
         temporaries.append(library.empty(like, *scratch, "float32", stream))
-        operands["O"] = (library.pointer(temporaries[-1]), *scratch)
+        pointers["O"] = library.pointer(temporaries[-1])
     return temporaries
 
 

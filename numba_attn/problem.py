@@ -87,6 +87,11 @@ class View(NamedTuple):
     shape: tuple[int, ...]
     strides: tuple[int, ...]
 
+    @classmethod
+    def contiguous(cls, shape: tuple[int, ...]) -> View:
+        """A row-major array."""
+        return cls(shape, contiguous_strides(shape))
+
 
 @dataclass(frozen=True, slots=True)
 class Geometry:

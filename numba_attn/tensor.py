@@ -109,6 +109,17 @@ def _setitem(context, builder, sig, args):
     return context.get_dummy_value()
 
 
-def argument_struct(ndims: list[int | None]) -> struct.Struct:
-    """Packer of a whole argument buffer: a Tensor per integer, an fp32 scalar per None."""
-    return struct.Struct("".join("f" if n is None else packing(n) for n in ndims))
+class ArgumentBuffer:
+    """A kernel's arguments as it reads them: Tensors by their layouts, an fp32 scalar where there is none.
+
+    template: the bytes, pointers and scalars being 0; positions: where each argument's pointer or scalar is.
+    """
+
+    def __init__(self, layouts: list):
+        formats, values, self.positions = "", [], []
+        for layout in layouts:
+            # A layout of no elements more, so that the size ends on the alignment of what follows.
+            self.positions.append(struct.calcsize(formats + ("0f" if layout is None else "0P")))
+            formats += "f" if layout is None else packing(len(layout.shape))
+            values += [0.0] if layout is None else [0, *layout.shape, *layout.strides]
+        self.template = struct.pack(formats, *values)

@@ -37,15 +37,14 @@ def host_array(pointer: int, shape, strides) -> np.ndarray:
 
 
 class ReferencePlan:
-    def __init__(self, kernel, problem):
-        self.kernel, self.problem = kernel, problem
+    def __init__(self, kernel, problem, layouts):
+        self.kernel, self.problem, self.layouts = kernel, problem, layouts
         self.workspace = {"partial": Workspace((3, 5))} if kernel.name == "with_workspace" else {}
 
-    def run(self, stream, arrays, scale):
-        assert set(arrays) == {"Q", "K", "V", "O", "lse", *self.workspace}
-        for name, space in self.workspace.items():
-            assert arrays[name][1:] == (space.shape, (5, 1)) and arrays[name][0]
-        Q, K, V, O, lse = (host_array(*arrays[name]) for name in ("Q", "K", "V", "O", "lse"))
+    def run(self, stream, pointers, scale):
+        assert set(pointers) == {"Q", "K", "V", "O", "lse", *self.workspace}
+        assert all(pointers[name] for name in self.workspace)
+        Q, K, V, O, lse = (host_array(pointers[name], *self.layouts[name]) for name in ("Q", "K", "V", "O", "lse"))
         assert Q.shape[-1] == self.problem.D and V.shape[-1] == self.problem.Dv
         o64, lse64 = reference.attention(Q, K, V, causal=self.problem.is_causal, scale=scale)
         O[...] = o64
@@ -60,8 +59,8 @@ def launches(monkeypatch):
 
     plans = []
 
-    def prepare(kernel, problem, device_index):
-        plans.append(ReferencePlan(kernel, problem))
+    def prepare(kernel, problem, device_index, layouts):
+        plans.append(ReferencePlan(kernel, problem, layouts))
         return plans[-1]
 
     stand_in = types.SimpleNamespace(

@@ -44,6 +44,16 @@ def emit_from_lane_0(builder, x):
     return _emit(builder, "shfl.sync.idx.b32 $0, $1, 0, 31, -1;", _I32, [x], "=r,r", memory=True)
 
 
+def emit_shfl_bfly(builder, x, distance: int):
+    """`shfl.sync.bfly.b32 d, x, distance`: the fp32 x of lane `lane ^ distance`; all 32 lanes must be there."""
+    return _emit(builder, f"shfl.sync.bfly.b32 $0, $1, {distance}, 31, -1;", _F32, [x], "=f,f", memory=True)
+
+
+def emit_max(builder, a, b):
+    """`max.f32 d, a, b`: the larger one; NaN only if both are."""
+    return _emit(builder, "max.f32 $0, $1, $2;", _F32, [a, b], "=f,f,f")
+
+
 @intrinsic
 def cp_async_commit(typingctx):
     """`cp.async.commit_group` (sm_80): close the group of this thread's copies issued since the last one."""

@@ -5,11 +5,13 @@ from __future__ import annotations
 from math import log
 
 import numpy as np
-from numba import cuda, float32
+from numba import float32
+from numba.cuda import types
+from numba.cuda.extending import intrinsic
 
 from numba_attn.device.math import LOG2E
-from numba_attn.device.ptx import ex2
-from numba_attn.device.verb import verb
+from numba_attn.device.ptx import emit_max, emit_shfl_bfly, ex2
+from numba_attn.device.verb import twin_of, verb
 
 NEG_INF = np.float32(-np.inf)
 ZERO = np.float32(0)
@@ -17,24 +19,45 @@ ONE = np.float32(1)
 ALL_LANES = 0xFFFFFFFF
 
 
-@verb
-def warp_max(x):
+def _butterfly(combine):
+    """Code generator of a reduction over the 32 lanes, the same bits in every lane."""
+
+    def codegen(context, builder, signature, args):
+        x = args[0]
+        for distance in (16, 8, 4, 2, 1):
+            x = combine(builder, x, emit_shfl_bfly(builder, x, distance))
+        return x
+
+    return codegen
+
+
+def _butterfly_twin(thread, x, combine):
+    for distance in (16, 8, 4, 2, 1):
+        lanes = thread.exchange(ALL_LANES, x)
+        x = combine(x, lanes[thread.lane ^ distance])
+    return x
+
+
+@intrinsic
+def warp_max(typingctx, x):
     """max over the 32 lanes, in every lane; NaN is passed over."""
-    x = max(x, cuda.shfl_xor_sync(ALL_LANES, x, 16))
-    x = max(x, cuda.shfl_xor_sync(ALL_LANES, x, 8))
-    x = max(x, cuda.shfl_xor_sync(ALL_LANES, x, 4))
-    x = max(x, cuda.shfl_xor_sync(ALL_LANES, x, 2))
-    return max(x, cuda.shfl_xor_sync(ALL_LANES, x, 1))
+    return types.float32(types.float32), _butterfly(emit_max)
 
 
-@verb
-def warp_sum(x):
+@twin_of(warp_max)
+def _warp_max(thread, x):
+    return _butterfly_twin(thread, x, np.fmax)
+
+
+@intrinsic
+def warp_sum(typingctx, x):
     """Sum over the 32 lanes, the same bits in every lane."""
-    x += cuda.shfl_xor_sync(ALL_LANES, x, 16)
-    x += cuda.shfl_xor_sync(ALL_LANES, x, 8)
-    x += cuda.shfl_xor_sync(ALL_LANES, x, 4)
-    x += cuda.shfl_xor_sync(ALL_LANES, x, 2)
-    return x + cuda.shfl_xor_sync(ALL_LANES, x, 1)
+    return types.float32(types.float32), _butterfly(lambda builder, a, b: builder.fadd(a, b))
+
+
+@twin_of(warp_sum)
+def _warp_sum(thread, x):
+    return _butterfly_twin(thread, x, np.add)
 
 
 @verb

@@ -87,8 +87,7 @@ def mma_ABt(rows: int, columns: int):
                 for r in range(K_STEP):
                     for i in range(ROWS_AHEAD):
                         for j in range(columns):
-                            x = j if i % 2 == 0 else columns - 1 - j
-                            S[i0 + i, x] = fma(a[i, r], b[x, r], S[i0 + i, x])
+                            S[i0 + i, j] = fma(a[i, r], b[j, r], S[i0 + i, j])
 
     return mma
 
@@ -116,8 +115,7 @@ def mma_AB(rows: int, columns: int, vector: int):
                 for r in range(K_STEP):
                     for i in range(ROWS_AHEAD):
                         for c in range(columns):
-                            x = c if i % 2 == 0 else columns - 1 - c
-                            O[i0 + i, x] = fma(a[i, r], b[r, x], O[i0 + i, x])
+                            O[i0 + i, c] = fma(a[i, r], b[r, c], O[i0 + i, c])
 
     return mma
 

@@ -81,8 +81,8 @@ class _Sources:
         if id(value) in self._visited:
             return
         self._visited.add(id(value))
-        if isinstance(value, tuple | list | frozenset):
-            for item in value:
+        if isinstance(value, tuple | list | set | frozenset):
+            for item in sorted(value, key=repr) if isinstance(value, set | frozenset) else value:
                 self.add(item, name)
         elif isinstance(value, python_types.ModuleType):
             self._add_module(value.__name__)
@@ -104,7 +104,7 @@ class _Sources:
             self.add(cell.cell_contents, name)
         for default in function.__defaults__ or ():
             self.add(default, function.__name__)
-        for name in _names(function.__code__):
+        for name in sorted(_names(function.__code__)):
             if name in function.__globals__:
                 self.add(function.__globals__[name], name)
 
@@ -114,6 +114,8 @@ class _Sources:
             if isinstance(constant, python_types.CodeType):
                 self._add_code(constant)
             else:
+                # The order in which a set is shown differs from process to process.
+                constant = sorted(constant, key=repr) if isinstance(constant, frozenset) else constant
                 self.values.append((code.co_name, repr(constant)))
 
     def _add_module(self, name: str) -> bool:
@@ -180,4 +182,6 @@ def write(entry: str, report: dict, cubin: bytes) -> None:
     except OSError as error:
         if not _warned:
             _warned = True
-            warnings.warn(f"kernels are compiled anew in each process: cannot write the cache in {folder} ({error})")
+            warnings.warn(
+                f"kernels are compiled anew in each process: cannot write the cache in {folder} ({error})", stacklevel=2
+            )

@@ -7,14 +7,15 @@ import os
 import threading
 from collections.abc import Callable
 from contextlib import contextmanager
-from functools import cache
+from functools import cache, partial
 
 from cuda.bindings import driver as cu
 
 from numba_attn.launch.compiler import Binary
 from numba_attn.problem import Device
 
-_BUFFER_POINTER, _BUFFER_SIZE, _END = 1, 2, 0  # CU_LAUNCH_PARAM_*, the keys of cuLaunchKernel's `extra`
+_BUFFER_POINTER, _BUFFER_SIZE, _END = 1, 2, 0  # CU_LAUNCH_PARAM_*, the keys of a launch's `extra`
+_CLUSTER_DIMENSION = 4  # CU_LAUNCH_ATTRIBUTE_CLUSTER_DIMENSION
 
 _process = os.getpid()
 
@@ -135,64 +136,93 @@ def elapsed_ms(work: Callable[[], object], index: int = 0, stream: int = 0, call
                 _check(cu.cuEventDestroy(event))
 
 
+class _LaunchConfig(ctypes.Structure):
+    """CUlaunchConfig"""
+
+    _fields_ = [
+        ("grid", ctypes.c_uint * 3),
+        ("block", ctypes.c_uint * 3),
+        ("smem_bytes", ctypes.c_uint),
+        ("stream", ctypes.c_void_p),
+        ("attributes", ctypes.c_void_p),
+        ("n_attributes", ctypes.c_uint),
+    ]
+
+
+class _ClusterAttribute(ctypes.Structure):
+    """CUlaunchAttribute with the dimensions of a thread block cluster."""
+
+    _fields_ = [
+        ("id", ctypes.c_int),
+        ("pad", ctypes.c_char * 4),
+        ("size", ctypes.c_uint * 3),
+        ("rest", ctypes.c_char * 52),
+    ]
+
+
 @cache
 def _library() -> ctypes.CDLL:
-    """libcuda by ctypes, for the calls of every launch: a fifth of the host time of the general binding."""
+    """libcuda by ctypes, for the calls of every launch: a fraction of the host time of the general binding."""
     library = ctypes.CDLL("nvcuda.dll" if os.name == "nt" else "libcuda.so.1")
-    library.cuLaunchKernel.argtypes = [ctypes.c_void_p, *[ctypes.c_uint] * 7, *[ctypes.c_void_p] * 3]
-    library.cuCtxGetCurrent.argtypes = [ctypes.c_void_p]
-    library.cuCtxPushCurrent_v2.argtypes = [ctypes.c_void_p]
-    library.cuCtxPopCurrent_v2.argtypes = [ctypes.c_void_p]
+    for name in ("cuLaunchKernelEx", "cuCtxGetCurrent", "cuCtxPushCurrent_v2", "cuCtxPopCurrent_v2"):
+        getattr(library, name).argtypes = [ctypes.c_void_p] * (4 if name == "cuLaunchKernelEx" else 1)
     return library
 
 
-class _Current(threading.local):
-    """Where this thread's current context is written by the driver."""
-
-    def __init__(self):
-        self.context = ctypes.c_void_p()
-        self.address = ctypes.addressof(self.context)
-
-
-_current = _Current()
-
-
 class LoadedKernel:
-    """One kernel's machine code on one device, ready to launch."""
+    """One kernel's machine code on one device."""
 
     def __init__(self, binary: Binary, device_index: int, smem_bytes: int):
         self.binary = binary
         self.device_index = device_index
         self.smem_bytes = smem_bytes
-        self._context = _primary_context(device_index)
-        self._cuda = _library()
+        self.context = _primary_context(device_index)
         self._cubin = binary.cubin  # the driver may read it until the library is unloaded
-        self._library = _check(cu.cuLibraryLoadData(self._cubin, [], [], 0, [], [], 0))
-        kernel = _check(cu.cuLibraryGetKernel(self._library, binary.entry.encode()))
-        if smem_bytes + binary.static_smem_bytes > 48 * 1024:  # what needs no opting in
-            attribute = cu.CUfunction_attribute.CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES
-            _check(cu.cuKernelSetAttribute(attribute, smem_bytes, kernel, _check(cu.cuDeviceGet(device_index))))
+        with _entered(device_index):
+            self._library = _check(cu.cuLibraryLoadData(self._cubin, [], [], 0, [], [], 0))
+            kernel = _check(cu.cuLibraryGetKernel(self._library, binary.entry.encode()))
+            if smem_bytes + binary.static_smem_bytes > 48 * 1024:  # what needs no opting in
+                attribute = cu.CUfunction_attribute.CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES
+                _check(cu.cuKernelSetAttribute(attribute, smem_bytes, kernel, _check(cu.cuDeviceGet(device_index))))
         # The driver takes a context-free kernel handle wherever it takes a function.
-        self._function = int(kernel)
+        self.function = int(kernel)
 
-    def launch(self, grid: int, threads: int, stream: int, arguments: bytes) -> None:
-        """Start the kernel on `stream` with a packed argument buffer; the current device stays what it was."""
-        cuda = self._cuda
-        size = ctypes.c_size_t(len(arguments))
-        extra = (ctypes.c_void_p * 5)(
-            _BUFFER_POINTER, ctypes.cast(arguments, ctypes.c_void_p), _BUFFER_SIZE, ctypes.addressof(size), _END
-        )
-        cuda.cuCtxGetCurrent(_current.address)
-        elsewhere = _current.context.value != self._context
-        if elsewhere:
-            self._require(cuda.cuCtxPushCurrent_v2(self._context))
-        status = cuda.cuLaunchKernel(
-            self._function, grid, 1, 1, threads, 1, 1, self.smem_bytes, stream, None, ctypes.addressof(extra)
-        )
-        if elsewhere:
-            cuda.cuCtxPopCurrent_v2(_current.address)
-        self._require(status)
 
-    def _require(self, status: int) -> None:
+class Launcher(threading.local):
+    """One grid of a loaded kernel with its argument buffer, made once for each thread that launches.
+
+    `words[i]` and `floats[i]` write the buffer in units of 8 and 4 bytes.
+    """
+
+    def __init__(self, kernel: LoadedKernel, grid: int, threads: int, cluster: int, arguments: bytes):
+        self._kernel = kernel
+        self._buffer = ctypes.create_string_buffer(arguments, -(-len(arguments) // 8) * 8)
+        view = memoryview(self._buffer).cast("B")
+        self.words, self.floats = view.cast("Q"), view.cast("f")
+        self._size = ctypes.c_size_t(len(arguments))
+        self._extra = (ctypes.c_void_p * 5)(
+            _BUFFER_POINTER, ctypes.addressof(self._buffer), _BUFFER_SIZE, ctypes.addressof(self._size), _END
+        )
+        self._config = _LaunchConfig((grid, 1, 1), (threads, 1, 1), kernel.smem_bytes)
+        if cluster > 1:
+            self._cluster = _ClusterAttribute(_CLUSTER_DIMENSION, size=(cluster, 1, 1))
+            self._config.attributes, self._config.n_attributes = ctypes.addressof(self._cluster), 1
+        cuda = _library()
+        self._current = ctypes.c_void_p()
+        self._get_current = partial(cuda.cuCtxGetCurrent, ctypes.addressof(self._current))
+        self._launch = partial(
+            cuda.cuLaunchKernelEx, ctypes.addressof(self._config), kernel.function, None, ctypes.addressof(self._extra)
+        )
+
+    def launch(self, stream: int) -> None:
+        """Start the kernel on `stream`; the current device stays what it was."""
+        self._config.stream = stream
+        self._get_current()
+        if self._current.value == self._kernel.context:
+            status = self._launch()
+        else:
+            with _entered(self._kernel.device_index):
+                status = self._launch()
         if status:
-            raise DriverError(f"launching {self.binary.entry} on device {self.device_index}: {_describe(status)}")
+            where = f"launching {self._kernel.binary.entry} on device {self._kernel.device_index}"
+            raise DriverError(f"{where}: {_describe(status)}")

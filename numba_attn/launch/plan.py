@@ -1,16 +1,17 @@
-"""A kernel made ready for one problem on one device: what remains of a call is packing arguments and launching."""
+"""A kernel made ready for one problem, device and layout: what remains of a call is writing pointers and launching."""
 
 from __future__ import annotations
 
+import os
 import threading
 from collections.abc import Hashable, Mapping
 from dataclasses import replace
 
-from numba_attn.kernel import OPERANDS, Kernel, Launch, Workspace
+from numba_attn.kernel import Kernel, Launch, Workspace
 from numba_attn.launch import compiler
-from numba_attn.launch.driver import LoadedKernel, device_facts
-from numba_attn.problem import Problem
-from numba_attn.tensor import argument_struct
+from numba_attn.launch.driver import Launcher, LoadedKernel, device_facts
+from numba_attn.problem import Problem, View
+from numba_attn.tensor import ArgumentBuffer
 
 
 class Plan:
@@ -18,38 +19,60 @@ class Plan:
 
     __slots__ = ("_steps", "workspace")
 
-    def __init__(self, launches: tuple[Launch, ...], workspace: Mapping[str, Workspace], device_index: int):
+    def __init__(
+        self,
+        launches: tuple[Launch, ...],
+        workspace: Mapping[str, Workspace],
+        device_index: int,
+        layouts: Mapping[str, View],
+    ):
         self.workspace = dict(workspace)
-        ndims = {**OPERANDS, "scale": None, **{name: len(w.shape) for name, w in workspace.items()}}
-        self._steps = [
-            (_loaded(launch, workspace, device_index), launch, argument_struct([ndims[n] for n in launch.args]).pack)
-            for launch in launches
-        ]
+        self._steps = []
+        for launch in launches:
+            buffer = ArgumentBuffer([None if name == "scale" else layouts[name] for name in launch.args])
+            kernel = _loaded(launch, workspace, device_index)
+            launcher = Launcher(kernel, launch.grid, launch.threads, launch.cluster, buffer.template)
+            slots = list(zip(launch.args, buffer.positions, strict=True))
+            pointers = [(name, position // 8) for name, position in slots if name != "scale"]
+            scales = [position // 4 for name, position in slots if name == "scale"]
+            self._steps.append((launcher, pointers, scales))
 
-    def run(self, stream: int, arrays: Mapping[str, tuple[int, tuple, tuple]], scale: float) -> None:
-        """Launch on `stream`; `arrays` gives pointer, shape and strides (in elements) of each operand by name."""
-        for kernel, launch, pack in self._steps:
-            arguments = []
-            for name in launch.args:
-                if name == "scale":
-                    arguments.append(scale)
-                else:
-                    pointer, shape, strides = arrays[name]
-                    arguments.append(pointer)
-                    arguments += shape
-                    arguments += strides
-            kernel.launch(launch.grid, launch.threads, stream, pack(*arguments))
+    def run(self, stream: int, pointers: Mapping[str, int], scale: float) -> None:
+        """Launch on `stream`, with the address of each operand and workspace by name."""
+        for launcher, arrays, scales in self._steps:
+            words = launcher.words
+            for name, word in arrays:
+                words[word] = pointers[name]
+            for position in scales:
+                launcher.floats[position] = scale
+            launcher.launch(stream)
 
 
-def prepare(kernel: Kernel, problem: Problem, device_index: int) -> Plan:
-    """Compile or load what `kernel` needs for `problem` on a device."""
+def prepare(kernel: Kernel, problem: Problem, device_index: int, layouts: Mapping[str, View]) -> Plan:
+    """Compile or load what `kernel` needs for `problem` on a device.
+
+    Args:
+        layouts: 4-D views of Q, K, V and O and the 3-D one of lse, by name; a workspace is contiguous.
+    """
     config = kernel.config(problem, device_facts(device_index))
-    return Plan(kernel.launches(problem, config), kernel.workspace(problem, config), device_index)
+    workspace = kernel.workspace(problem, config)
+    temporaries = {name: View.contiguous(space.shape) for name, space in workspace.items()}
+    return Plan(kernel.launches(problem, config), workspace, device_index, {**layouts, **temporaries})
 
 
 _lock = threading.Lock()
 _locks: dict[Hashable, threading.Lock] = {}
 _kernels: dict[Hashable, LoadedKernel] = {}
+
+
+def _renew_locks() -> None:
+    """A fork copies each lock in whatever state another thread has it."""
+    global _lock
+    _lock = threading.Lock()
+    _locks.clear()
+
+
+os.register_at_fork(after_in_child=_renew_locks)
 
 
 def _loaded(launch: Launch, workspace: Mapping[str, Workspace], device_index: int) -> LoadedKernel:
