@@ -118,18 +118,42 @@ class Config:
         return self.p_bytes + max(self.q_bytes + self.k_bytes, self.v_bytes)
 
 
-# 8 warps of 16 rows and 255 registers fill an SM; 16 x 8 patches keep the FMA units, not shared memory, the limit.
-WIDE = {"warps": 8, "rows": 16, "columns": 8, "block_d": 16, "block_k": 16, "stages": 2}
-# Below 227 KB of shared memory a block: half the rows, half the keys.
-NARROW = {"warps": 4, "rows": 16, "columns": 4, "block_d": 16, "block_k": 16, "stages": 2}
+@dataclass(frozen=True)
+class Tiles:
+    """A choice of tile sizes, and what `config` needs to compare it with the others."""
+
+    warps: int
+    rows: int
+    columns: int
+    block_d: int
+    blocks_per_sm: int
+    """Blocks that it takes to keep an SM busy."""
+    fma_rate: float
+    """Share of an SM's FMA rate that they then reach, from measurements on an H200 (docs/notes/flash_fp32.md)."""
+
+    def config(self, dv_columns: int, vector: int, is_causal: bool) -> Config:
+        sizes = (self.warps, self.rows, self.columns, dv_columns, self.block_d)
+        return Config(*sizes, block_k=16, stages=2, vector=vector, is_causal=is_causal)
+
+
+TILES = (
+    # 16 x 8 patches keep the FMA units, not shared memory, the limit; 8 warps of 255 registers fill an SM.
+    Tiles(warps=8, rows=16, columns=8, block_d=16, blocks_per_sm=1, fma_rate=0.58),
+    # A third of the shared memory: for GPUs with less than 227 KB a block, and for fewer rows.
+    Tiles(warps=4, rows=16, columns=4, block_d=16, blocks_per_sm=2, fma_rate=0.56),
+    # Few rows and keys: many small blocks, none of which is mostly padding.
+    Tiles(warps=4, rows=4, columns=2, block_d=32, blocks_per_sm=4, fma_rate=0.25),
+)
 DV_COLUMNS = (2, 4, 8)
 
 
 def supports(problem: Problem, device: Device) -> str | None:
-    blocks = problem.B * problem.H * cdiv(problem.Lq, 64)
+    if device.cc < (8, 0):
+        return f"copies to shared memory asynchronously, from compute capability 8.0 on: {device.name} has {device.cc}"
+    blocks = problem.B * problem.H * cdiv(problem.Lq, min(tiles.warps * tiles.rows for tiles in TILES))
     if blocks > MAX_GRID:
         return f"needs {blocks} blocks, a grid holds {MAX_GRID}"
-    smallest = Config(**NARROW, dv_columns=DV_COLUMNS[0], vector=1, is_causal=False).smem_bytes
+    smallest = min(tiles.config(DV_COLUMNS[-1], 1, False).smem_bytes for tiles in TILES)
     if device.smem_per_block_bytes < smallest:
         return f"needs {smallest} bytes of shared memory a block, {device.name} has {device.smem_per_block_bytes}"
     return None
@@ -140,20 +164,26 @@ def suits(problem: Problem, device: Device) -> str | None:
 
 
 def configs():
-    for tiles in (WIDE, NARROW):
+    for tiles in TILES:
         for dv_columns in DV_COLUMNS:
             for vector in (4, 1):
                 for is_causal in (False, True):
-                    yield Config(**tiles, dv_columns=dv_columns, vector=vector, is_causal=is_causal)
+                    yield tiles.config(dv_columns, vector, is_causal)
 
 
 def config(problem: Problem, device: Device) -> Config:
-    options = {"vector": 4 if problem.vector == 4 else 1, "is_causal": problem.is_causal}
     dv_columns = next((c for c in DV_COLUMNS if WARP * c >= problem.Dv), DV_COLUMNS[-1])
-    wide = Config(**WIDE, dv_columns=dv_columns, **options)
-    if wide.smem_bytes <= device.smem_per_block_bytes:
-        return wide
-    return Config(**NARROW, dv_columns=dv_columns, **options)
+    vector = 4 if problem.vector == 4 else 1
+    choices = [(tiles, tiles.config(dv_columns, vector, problem.is_causal)) for tiles in TILES]
+    fitting = [choice for choice in choices if choice[1].smem_bytes <= device.smem_per_block_bytes]
+    return min(fitting, key=lambda choice: _expected_time(*choice, problem, device))[1]
+
+
+def _expected_time(tiles: Tiles, config: Config, problem: Problem, device: Device) -> float:
+    """FMAs of the busiest SM, padding included, over the rate at which it does them."""
+    blocks = problem.B * problem.H * cdiv(problem.Lq, config.block_m)
+    pairs = config.block_m * config.block_n * cdiv(problem.Lk, config.block_n)
+    return max(cdiv(blocks, device.sm_count), tiles.blocks_per_sm) * pairs / tiles.fma_rate
 
 
 def small_config(problem: Problem) -> Config:
