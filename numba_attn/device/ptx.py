@@ -7,7 +7,6 @@ emitters. Every intrinsic has its numpy twin for the simulator.
 
 from __future__ import annotations
 
-import numpy as np
 from llvmlite import ir
 from numba.cuda import types
 from numba.cuda.extending import intrinsic
@@ -47,6 +46,16 @@ def emit_from_lane_0(builder, x):
 def emit_shfl_bfly(builder, x, distance: int):
     """`shfl.sync.bfly.b32 d, x, distance`: the fp32 x of lane `lane ^ distance`; all 32 lanes must be there."""
     return _emit(builder, f"shfl.sync.bfly.b32 $0, $1, {distance}, 31, -1;", _F32, [x], "=f,f", memory=True)
+
+
+def emit_shfl_idx(builder, x, lane):
+    """`shfl.sync.idx.b32 d, x, lane`: the fp32 x of a lane; all 32 lanes must be there."""
+    return _emit(builder, "shfl.sync.idx.b32 $0, $1, $2, 31, -1;", _F32, [x, lane], "=f,f,r", memory=True)
+
+
+def emit_ex2(builder, x):
+    """`ex2.approx.f32 d, x`: 2^x within 2 ulp, denormal results included; 2^-inf is 0."""
+    return _emit(builder, "ex2.approx.f32 $0, $1;", _F32, [x], "=f,f")
 
 
 def emit_max(builder, a, b):
@@ -89,22 +98,6 @@ def cp_async_wait(pending: int):
         thread.wait_async(pending)
 
     return cp_async_wait_group
-
-
-@intrinsic
-def ex2(typingctx, x):
-    """`ex2.approx.f32`: 2^x within 2 ulp, denormal results included; 2^-inf is 0."""
-
-    def codegen(context, builder, signature, args):
-        x = context.cast(builder, args[0], signature.args[0], types.float32)
-        return _emit(builder, "ex2.approx.f32 $0, $1;", _F32, [x], "=f,f")
-
-    return types.float32(x), codegen
-
-
-@twin_of(ex2)
-def _ex2(thread, x):
-    return np.exp2(np.float32(x))
 
 
 @intrinsic

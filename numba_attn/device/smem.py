@@ -172,24 +172,28 @@ def _vector_pointer(context, builder, pointer, n: int):
 
 
 def vector_load(n: int):
-    """The verb `load(array, index)`: `n` consecutive elements of a tile or tensor, as a tuple, in one access.
+    """The verb `load(patch, patch_index, array, index)`: `n` consecutive elements into a register patch, in one access.
 
-    The last stride is 1 and the address a multiple of `n` elements; n = 1 is an ordinary access.
+    `array` is a tile or a tensor whose last stride is 1, the address a multiple of `n` elements; n = 1 is an ordinary
+    access.
     """
 
     @intrinsic
-    def load(typingctx, array, index):
+    def load(typingctx, patch, patch_index, array, index):
         def codegen(context, builder, sig, args):
-            pointer = _pointer(context, builder, sig.args[0], args[0], sig.args[1], args[1])
+            pointer = _pointer(context, builder, sig.args[2], args[2], sig.args[3], args[3])
             value = builder.load(_vector_pointer(context, builder, pointer, n), align=4 * n)
-            lanes = [builder.extract_element(value, ir.Constant(ir.IntType(32), i)) for i in range(n)]
-            return context.make_tuple(builder, sig.return_type, lanes)
+            for i, register in enumerate(_registers(context, builder, sig.args[:2], args[:2], n)):
+                builder.store(builder.extract_element(value, ir.Constant(ir.IntType(32), i)), register)
+            return context.get_dummy_value()
 
-        return types.UniTuple(array.dtype, n)(array, index), codegen
+        return types.none(patch, patch_index, array, index), codegen
 
     @twin_of(load)
-    def _load(thread, array, index):
-        return thread.load(array, index, n)
+    def _load(thread, patch, patch_index, array, index):
+        *rows, column = patch_index
+        for i, value in enumerate(thread.load(array, index, n)):
+            patch[(*rows, column + i)] = value
 
     return load
 
@@ -197,7 +201,8 @@ def vector_load(n: int):
 def vector_store(n: int):
     """The verb `store(array, index, patch, patch_index)`: `n` consecutive elements of a register patch, in one access.
 
-    The last stride is 1 and the address a multiple of `n` elements; n = 1 is an ordinary access.
+    `array` is a tile or a tensor whose last stride is 1, the address a multiple of `n` elements; n = 1 is an ordinary
+    access.
     """
 
     @intrinsic
@@ -205,8 +210,8 @@ def vector_store(n: int):
         def codegen(context, builder, sig, args):
             pointer = _pointer(context, builder, sig.args[0], args[0], sig.args[1], args[1])
             vector = ir.Constant(ir.VectorType(pointer.type.pointee, n), ir.Undefined)
-            for i, value in enumerate(_patch_values(context, builder, sig.args[2:], args[2:], n)):
-                vector = builder.insert_element(vector, value, ir.Constant(ir.IntType(32), i))
+            for i, register in enumerate(_registers(context, builder, sig.args[2:], args[2:], n)):
+                vector = builder.insert_element(vector, builder.load(register), ir.Constant(ir.IntType(32), i))
             builder.store(vector, _vector_pointer(context, builder, pointer, n), align=4 * n)
             return context.get_dummy_value()
 
@@ -214,22 +219,19 @@ def vector_store(n: int):
 
     @twin_of(store)
     def _store(thread, array, index, patch, patch_index):
-        thread.store(array, index, [patch[(*patch_index[:-1], patch_index[-1] + i)] for i in range(n)])
+        *rows, column = patch_index
+        thread.store(array, index, [patch[(*rows, column + i)] for i in range(n)])
 
     return store
 
 
-def _patch_values(context, builder, argument_types, arguments, n: int) -> list:
-    """`n` elements along the last dimension of a local array."""
+def _registers(context, builder, argument_types, arguments, n: int) -> list:
+    """Pointers to `n` elements of a local array, from an index on along the last dimension."""
     patch_type, index_type = argument_types
     patch = context.make_array(patch_type)(context, builder, arguments[0])
-    first = index_values(context, builder, index_type, arguments[1])
-    values = []
-    for i in range(n):
-        index = [*first[:-1], builder.add(first[-1], context.get_constant(types.int64, i))]
-        pointer = cgutils.get_item_pointer(context, builder, patch_type, patch, index, wraparound=False)
-        values.append(builder.load(pointer))
-    return values
+    *rows, column = index_values(context, builder, index_type, arguments[1])
+    indices = ([*rows, builder.add(column, context.get_constant(types.int64, i))] for i in range(n))
+    return [cgutils.get_item_pointer(context, builder, patch_type, patch, index, wraparound=False) for index in indices]
 
 
 def async_copy(n: int, count: int, row_step: int):

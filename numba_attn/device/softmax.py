@@ -5,12 +5,11 @@ from __future__ import annotations
 from math import log
 
 import numpy as np
-from numba import float32
 from numba.cuda import types
 from numba.cuda.extending import intrinsic
 
 from numba_attn.device.math import LOG2E
-from numba_attn.device.ptx import emit_max, emit_shfl_bfly, ex2
+from numba_attn.device.ptx import emit_ex2, emit_max, emit_shfl_bfly, emit_shfl_idx
 from numba_attn.device.verb import twin_of, verb
 
 NEG_INF = np.float32(-np.inf)
@@ -60,16 +59,51 @@ def _warp_sum(thread, x):
     return _butterfly_twin(thread, x, np.add)
 
 
-@verb
-def finite_max(m):
+@intrinsic
+def of_row(typingctx, x, i):
+    """x of lane i, in every lane; whole warps must call it."""
+
+    def codegen(context, builder, signature, args):
+        lane = context.cast(builder, args[1], signature.args[1], types.int32)
+        return emit_shfl_idx(builder, args[0], lane)
+
+    return types.float32(types.float32, i), codegen
+
+
+@twin_of(of_row)
+def _of_row(thread, x, i):
+    return thread.exchange(ALL_LANES, x)[i]
+
+
+@intrinsic
+def finite_max(typingctx, m):
     """m, or 0 for a row that has met no key: exp(-inf - 0) is 0 where exp(-inf - -inf) is NaN."""
+
+    def codegen(context, builder, signature, args):
+        m = args[0]
+        return builder.select(builder.fcmp_ordered(">", m, m.type(-np.inf)), m, m.type(0.0))
+
+    return types.float32(types.float32), codegen
+
+
+@twin_of(finite_max)
+def _finite_max(thread, m):
     return m if m > NEG_INF else ZERO
 
 
-@verb
-def exp(x):
-    """e^x by `ex2`, for x <= 0: relative error below 2^-22 + |x| 2^-24."""
-    return ex2(float32(x * LOG2E))
+@intrinsic
+def exp(typingctx, x):
+    """e^x as `ex2(x log2 e)`, for x <= 0: relative error below 2^-22 + |x| 2^-24."""
+
+    def codegen(context, builder, signature, args):
+        return emit_ex2(builder, builder.fmul(args[0], args[0].type(float(LOG2E))))
+
+    return types.float32(types.float32), codegen
+
+
+@twin_of(exp)
+def _exp(thread, x):
+    return np.exp2(x * LOG2E)
 
 
 @verb

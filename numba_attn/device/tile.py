@@ -17,7 +17,7 @@ from numba import cuda, float32, int32
 from numba_attn.device.math import fma
 from numba_attn.device.ptx import opaque
 from numba_attn.device.smem import async_copy, vector_load, vector_store
-from numba_attn.device.softmax import ALL_LANES, NEG_INF, ZERO, exp, finite_max, warp_max, warp_sum
+from numba_attn.device.softmax import NEG_INF, ZERO, exp, finite_max, of_row, warp_max, warp_sum
 from numba_attn.device.verb import verb
 
 WARP = 32
@@ -28,12 +28,6 @@ ROWS_AHEAD = 4
 """Rows of the left operand that are loaded together: the next pair arrives under the FMAs of this one."""
 
 load4 = vector_load(4)
-
-
-@verb
-def of_row(x, i):
-    """Row i's value of a per-row quantity, in every lane; all lanes must call it."""
-    return cuda.shfl_sync(ALL_LANES, x, i)
 
 
 @verb
@@ -80,10 +74,10 @@ def mma_ABt(rows: int, columns: int):
         b = cuda.local.array((columns, K_STEP), float32)
         for d in range(0, sA.shape[1], K_STEP):
             for j in range(columns):
-                b[j, 0], b[j, 1], b[j, 2], b[j, 3] = load4(sB, (lane + WARP * j, d))
+                load4(b, (j, 0), sB, (lane + WARP * j, d))
             for i0 in range(0, rows, ROWS_AHEAD):
                 for i in range(ROWS_AHEAD):
-                    a[i, 0], a[i, 1], a[i, 2], a[i, 3] = load4(sA, (row0 + i0 + i, d))
+                    load4(a, (i, 0), sA, (row0 + i0 + i, d))
                 for r in range(K_STEP):
                     for i in range(ROWS_AHEAD):
                         for j in range(columns):
@@ -106,12 +100,10 @@ def mma_AB(rows: int, columns: int, vector: int):
         for k in range(0, sB.shape[0], K_STEP):
             for r in range(K_STEP):
                 for u in range(columns // vector):
-                    x = load(sB, (k + r, vector * (lane + WARP * u)))
-                    for w in range(vector):
-                        b[r, vector * u + w] = x[w]
+                    load(b, (r, vector * u), sB, (k + r, vector * (lane + WARP * u)))
             for i0 in range(0, rows, ROWS_AHEAD):
                 for i in range(ROWS_AHEAD):
-                    a[i, 0], a[i, 1], a[i, 2], a[i, 3] = load4(sA, (row0 + i0 + i, a_col0 + k))
+                    load4(a, (i, 0), sA, (row0 + i0 + i, a_col0 + k))
                 for r in range(K_STEP):
                     for i in range(ROWS_AHEAD):
                         for c in range(columns):
@@ -130,15 +122,16 @@ def mma_AB_where(rows: int, columns: int, vector: int, attends):
 
     @verb
     def mma(O, sA, row0, a_col0, sB, lane, row, col, Lk):
+        b = cuda.local.array((1, columns), float32)
         for k in range(sB.shape[0]):
             for u in range(columns // vector):
-                x = load(sB, (k, vector * (lane + WARP * u)))
-                for i in range(rows):
-                    p = sA[row0 + i, a_col0 + k]
-                    counts = attends(row + i, col + k, Lk)
-                    for w in range(vector):
-                        total = fma(p, x[w], O[i, vector * u + w])
-                        O[i, vector * u + w] = total if counts else O[i, vector * u + w]
+                load(b, (0, vector * u), sB, (k, vector * (lane + WARP * u)))
+            for i in range(rows):
+                p = sA[row0 + i, a_col0 + k]
+                counts = attends(row + i, col + k, Lk)
+                for c in range(columns):
+                    total = fma(p, b[0, c], O[i, c])
+                    O[i, c] = total if counts else O[i, c]
 
     return mma
 
@@ -200,24 +193,22 @@ def output_rows(rows: int, columns: int, vector: int, travels: int):
         last_row, last_col = gO.shape[0] - 1, gO.shape[1] - travels
         for i in range(rows):
             factor = of_row(alpha, i)
-            row = min(row0 + i, last_row)
-            for u in range(columns // vector):
-                for w0 in range(0, vector, travels):
-                    # What lies past gO's own is never stored: read anything in its place.
-                    x = vload(gO, (row, min(dv0 + vector * (lane + WARP * u) + w0, last_col)))
-                    for w in range(travels):
-                        O[i, vector * u + w0 + w] = factor * x[w]
+            for c in range(0, columns, travels):
+                # What lies past gO's own is never stored: read anything in its place.
+                col = min(dv0 + vector * (lane + WARP * (c // vector)) + c % vector, last_col)
+                vload(O, (i, c), gO, (min(row0 + i, last_row), col))
+            for c in range(columns):
+                O[i, c] *= factor
 
     @verb
     def store(gO, O, row0, dv0, beta, lane):
         for i in range(rows):
             factor = of_row(beta, i)
-            for u in range(columns // vector):
-                for w0 in range(0, vector, travels):
-                    for w in range(travels):
-                        O[i, vector * u + w0 + w] *= factor
-                    col = dv0 + vector * (lane + WARP * u) + w0
-                    if row0 + i < gO.shape[0] and col < gO.shape[1]:
-                        vstore(gO, (row0 + i, col), O, (i, vector * u + w0))
+            for c in range(columns):
+                O[i, c] *= factor
+            for c in range(0, columns, travels):
+                col = dv0 + vector * (lane + WARP * (c // vector)) + c % vector
+                if row0 + i < gO.shape[0] and col < gO.shape[1]:
+                    vstore(gO, (row0 + i, col), O, (i, c))
 
     return load, store

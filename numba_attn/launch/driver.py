@@ -15,6 +15,8 @@ from numba_attn.launch.compiler import Binary
 from numba_attn.problem import Device
 
 _BUFFER_POINTER, _BUFFER_SIZE, _END = 1, 2, 0  # CU_LAUNCH_PARAM_*, the keys of a launch's `extra`
+# What a launch answers where the kernel's device is not this thread's current one, or there is none.
+_ELSEWHERE = (cu.CUresult.CUDA_ERROR_INVALID_CONTEXT, cu.CUresult.CUDA_ERROR_INVALID_HANDLE)
 _CLUSTER_DIMENSION = 4  # CU_LAUNCH_ATTRIBUTE_CLUSTER_DIMENSION
 
 _process = os.getpid()
@@ -164,8 +166,7 @@ class _ClusterAttribute(ctypes.Structure):
 def _library() -> ctypes.CDLL:
     """libcuda by ctypes, for the calls of every launch: a fraction of the host time of the general binding."""
     library = ctypes.CDLL("nvcuda.dll" if os.name == "nt" else "libcuda.so.1")
-    for name in ("cuLaunchKernelEx", "cuCtxGetCurrent", "cuCtxPushCurrent_v2", "cuCtxPopCurrent_v2"):
-        getattr(library, name).argtypes = [ctypes.c_void_p] * (4 if name == "cuLaunchKernelEx" else 1)
+    library.cuLaunchKernelEx.argtypes = [ctypes.c_void_p] * 4
     return library
 
 
@@ -176,7 +177,6 @@ class LoadedKernel:
         self.binary = binary
         self.device_index = device_index
         self.smem_bytes = smem_bytes
-        self.context = _primary_context(device_index)
         self._cubin = binary.cubin  # the driver may read it until the library is unloaded
         with _entered(device_index):
             self._library = _check(cu.cuLibraryLoadData(self._cubin, [], [], 0, [], [], 0))
@@ -184,8 +184,8 @@ class LoadedKernel:
             if smem_bytes + binary.static_smem_bytes > 48 * 1024:  # what needs no opting in
                 attribute = cu.CUfunction_attribute.CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES
                 _check(cu.cuKernelSetAttribute(attribute, smem_bytes, kernel, _check(cu.cuDeviceGet(device_index))))
-        # The driver takes a context-free kernel handle wherever it takes a function.
-        self.function = int(kernel)
+            # The kernel as a function of this device's context: what launches without a look-up.
+            self.function = int(_check(cu.cuKernelGetFunction(kernel)))
 
 
 class Launcher(threading.local):
@@ -207,20 +207,14 @@ class Launcher(threading.local):
         if cluster > 1:
             self._cluster = _ClusterAttribute(_CLUSTER_DIMENSION, size=(cluster, 1, 1))
             self._config.attributes, self._config.n_attributes = ctypes.addressof(self._cluster), 1
-        cuda = _library()
-        self._current = ctypes.c_void_p()
-        self._get_current = partial(cuda.cuCtxGetCurrent, ctypes.addressof(self._current))
-        self._launch = partial(
-            cuda.cuLaunchKernelEx, ctypes.addressof(self._config), kernel.function, None, ctypes.addressof(self._extra)
-        )
+        config, extra = ctypes.addressof(self._config), ctypes.addressof(self._extra)
+        self._launch = partial(_library().cuLaunchKernelEx, config, kernel.function, None, extra)
 
     def launch(self, stream: int) -> None:
         """Start the kernel on `stream`; the current device stays what it was."""
         self._config.stream = stream
-        self._get_current()
-        if self._current.value == self._kernel.context:
-            status = self._launch()
-        else:
+        status = self._launch()
+        if status in _ELSEWHERE:
             with _entered(self._kernel.device_index):
                 status = self._launch()
         if status:

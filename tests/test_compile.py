@@ -1,0 +1,266 @@
+"""Contract under test: what the compiler makes of every kernel, and how many kernels there are. No GPU is needed.
+
+Machine code is made of every config that fits a Hopper GPU, once a session. PTX takes as long again, and other
+architectures too: those gates run on few configs of each kernel, chosen so that every value of every field of its
+`Config` occurs in one of them (`covering`); of the other architectures the first three of these.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import importlib.util
+import re
+import shutil
+import subprocess
+from pathlib import Path
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from numba_attn import testing
+from numba_attn.kernel import OPERANDS
+from numba_attn.kernels import KERNELS
+from numba_attn.launch import cache, compiler
+from numba_attn.problem import H200, MAX_GRID, Device, Problem
+
+A100 = Device("a GPU with 163 KB of shared memory a block", (8, 0), 108, 163 * 1024, 40 * 2**20)
+SMALL = Device("a GPU with 99 KB of shared memory a block", (12, 0), 170, 99 * 1024, 96 * 2**20)
+
+# The smallest problem fits any config, and equal configs mean equal machine code.
+PROBLEM = Problem(B=1, H=1, Hkv=1, Lq=1, Lk=1, D=1, Dv=1)
+
+MOST_CUBINS = 100
+
+REGISTERS_PER_SM, REGISTER_UNIT = 65536, 8
+STATIC_SMEM_BYTES = 48 * 1024
+
+# Stores and loads together. Patches that fill 255 registers leave none for what a chunk of keys needs only at its
+# ends (lengths, strides, row statistics); more than this many bytes would be accumulators. That none of it is in a
+# key loop is gated below.
+MOST_SPILL_BYTES = 640
+
+KEY_LOOP_FMAS = 32
+"""A basic block with as many fused multiply-adds as this is the body of a key loop."""
+
+# Two blocks of 512 threads an SM leave warp_tile_fp32 64 registers a thread: one pointer waits beside 64 shared loads.
+MOST_LOCAL_ACCESSES_IN_KEY_LOOPS = {"flash_fp32": 0, "warp_tile_fp32": 1}
+
+# Local memory, doubles, flushed denormals, approximate divisions, accesses that do not know their memory, calls.
+NEVER_IN_PTX = (
+    r"\.local\b",
+    r"\.f64\b",
+    r"\b(fma|add|sub|mul|max|min)\.[a-z.]*ftz",
+    r"\b(div|rcp|sqrt)\.(approx|full)",
+    r"\b(ld|st)\.(v[24]\.)?[bf]32\b",
+    r"\bcall\b",
+)
+
+
+def flash_fp32_ptx(config):
+    n_bytes = 4 * config.vector
+    cache_operator, other = ("cg", "ca") if n_bytes == 16 else ("ca", "cg")
+    copy = rf"cp\.async\.{cache_operator}\.shared\.global \[[^]]+\], \[[^]]+\], {n_bytes},"
+    present = (copy, r"cp\.async\.wait_group", r"ld\.shared\.v4", r"shfl\.sync\.bfly", r"ex2\.approx\.f32")
+    return present, (rf"cp\.async\.{other}\.", r"ex2\.approx\.ftz")
+
+
+def warp_tile_fp32_ptx(config):
+    return (r"shfl\.sync", r"ld\.shared", r"ld\.global"), (r"cp\.async", r"begin inline asm")
+
+
+EXPECTED_PTX = {"flash_fp32": flash_fp32_ptx, "warp_tile_fp32": warp_tile_fp32_ptx}
+"""By kernel: patterns that its PTX has, and patterns that it has not, besides those of every kernel."""
+
+
+def fitting(kernel, device: Device) -> list:
+    """The configs whose dynamic shared memory fits the device."""
+    return [
+        config
+        for config in kernel.configs()
+        if all(launch.smem_bytes <= device.smem_per_block_bytes for launch in kernel.launches(PROBLEM, config))
+    ]
+
+
+def covering(configs) -> list:
+    """A few of the configs in which every value of every field occurs, the one with most new ones first."""
+
+    def values(config):
+        return set(dataclasses.asdict(config).items())
+
+    chosen, missing = [], set().union(*map(values, configs))
+    while missing:
+        chosen.append(max(configs, key=lambda config: len(values(config) & missing)))
+        missing -= values(chosen[-1])
+    return chosen
+
+
+def each_config(device: Device, choose=list, most=None):
+    """Parameters `kernel` and `config`; the tests of one config share a worker under xdist, and its compilation."""
+
+    def label(kernel, config):
+        return "-".join([kernel.name, *(f"{name}={int(value)}" for name, value in dataclasses.asdict(config).items())])
+
+    pairs = [(kernel, config) for kernel in KERNELS for config in choose(fitting(kernel, device))[:most]]
+    return pytest.mark.parametrize(
+        ("kernel", "config"),
+        [pytest.param(*pair, id=label(*pair), marks=pytest.mark.xdist_group(label(*pair))) for pair in pairs],
+    )
+
+
+@pytest.fixture(autouse=True)
+def fresh_cache(tmp_path_factory, monkeypatch):
+    """The session's own cache directory: what is gated is compiled by the tools that are installed now."""
+    monkeypatch.setenv(cache.ENVIRONMENT_VARIABLE, str(tmp_path_factory.getbasetemp() / "compiled"))
+
+
+@functools.cache
+def machine_code(kernel, config, arch: str) -> list:
+    """(launch, binary) of each launch of a config."""
+    workspace = kernel.workspace(PROBLEM, config)
+    return [(launch, compiler.binary(launch, workspace, arch)) for launch in kernel.launches(PROBLEM, config)]
+
+
+def check_resources(device: Device, launch, binary) -> None:
+    assert binary.spill_bytes <= MOST_SPILL_BYTES
+    allocated = -(-binary.registers // REGISTER_UNIT) * REGISTER_UNIT
+    assert allocated * launch.threads * launch.min_blocks <= REGISTERS_PER_SM
+    assert binary.static_smem_bytes <= STATIC_SMEM_BYTES
+    smem_bytes = launch.smem_bytes + binary.static_smem_bytes
+    assert smem_bytes <= device.smem_per_block_bytes
+
+
+@each_config(H200)
+def test_resources(kernel, config):
+    for launch, binary in machine_code(kernel, config, H200.arch):
+        check_resources(H200, launch, binary)
+
+
+@pytest.mark.parametrize("device", [A100, SMALL], ids=lambda device: device.arch)
+@pytest.mark.parametrize("kernel", KERNELS, ids=lambda kernel: kernel.name)
+def test_other_architectures(kernel, device):
+    configs = covering(fitting(kernel, device))[:3]
+    assert configs
+    for config in configs:
+        for launch, binary in machine_code(kernel, config, device.arch):
+            check_resources(device, launch, binary)
+
+
+@functools.cache
+def nvdisasm() -> str | None:
+    """The disassembler of the CUDA toolkit, from the path or from a wheel."""
+    spec = importlib.util.find_spec("nvidia")
+    folders = map(Path, spec.submodule_search_locations if spec else ())
+    wheels = (str(path) for folder in folders for path in folder.glob("c*/bin/nvdisasm"))
+    return shutil.which("nvdisasm") or next(wheels, None)
+
+
+needs_nvdisasm = pytest.mark.skipif(nvdisasm() is None, reason="nvdisasm (nvidia-cuda-nvdisasm) is not installed")
+
+SASS_LABEL = re.compile(r"\s*\.L_\w+:")
+SASS_INSTRUCTION = re.compile(r"\s*/\*[0-9a-f]{4,}\*/\s+(?:@!?U?P\w+ +)?([A-Z][\w.]*)")
+ENDS_A_BLOCK = ("BRA", "BRX", "CALL", "EXIT", "RET")
+
+
+def basic_blocks(cubin: Path) -> list[list[str]]:
+    """Opcodes of the machine code, block by block."""
+    text = subprocess.run([nvdisasm(), "-c", cubin], check=True, capture_output=True, text=True).stdout
+    blocks = [[]]
+    for line in text.splitlines():
+        if SASS_LABEL.match(line):
+            blocks.append([])
+        elif found := SASS_INSTRUCTION.match(line):
+            blocks[-1].append(found[1])
+            if found[1].split(".")[0] in ENDS_A_BLOCK:
+                blocks.append([])
+    return blocks
+
+
+def is_local(opcode: str) -> bool:
+    return opcode.split(".")[0] in ("LDL", "STL")
+
+
+def is_double(opcode: str) -> bool:
+    return re.match(r"D(ADD|FMA|MUL|MNMX|SETP)\b", opcode) is not None or ".F64" in opcode
+
+
+@needs_nvdisasm
+@each_config(H200)
+def test_key_loops_keep_to_registers(kernel, config, tmp_path):
+    file = tmp_path / "kernel.cubin"
+    for _, binary in machine_code(kernel, config, H200.arch):
+        file.write_bytes(binary.cubin)
+        blocks = basic_blocks(file)
+        key_loops = [block for block in blocks if sum(opcode.startswith("FFMA") for opcode in block) >= KEY_LOOP_FMAS]
+        assert key_loops
+        most = MOST_LOCAL_ACCESSES_IN_KEY_LOOPS[kernel.name]
+        assert max(sum(map(is_local, block)) for block in key_loops) <= most
+        assert not [opcode for block in blocks for opcode in block if is_double(opcode)]
+        assert any(map(is_local, sum(blocks, []))) == (binary.stack_bytes > 0), "spills that the disassembly lacks"
+
+
+def test_every_kernel_is_listed():
+    assert set(EXPECTED_PTX) == set(MOST_LOCAL_ACCESSES_IN_KEY_LOOPS) == {kernel.name for kernel in KERNELS}
+
+
+@each_config(H200, covering)
+def test_ptx(kernel, config):
+    workspace = kernel.workspace(PROBLEM, config)
+    present, absent = EXPECTED_PTX[kernel.name](config)
+    for launch in kernel.launches(PROBLEM, config):
+        ptx = compiler.ptx(launch, workspace, H200.arch)
+        for pattern in (r"fma\.rn\.f32", *present):
+            assert re.search(pattern, ptx), f"no {pattern}"
+        for pattern in (*NEVER_IN_PTX, *absent):
+            found = re.search(f".*{pattern}.*", ptx)
+            assert found is None, found[0]
+
+
+def test_cubins_of_the_matrix():
+    problems = [case.problem for case in testing.cases()]
+    needed = {
+        # Of a launch, these decide the machine code.
+        (launch.build, launch.config, launch.threads, launch.min_blocks)
+        for kernel in KERNELS
+        for problem in problems
+        if kernel.supports(problem, H200) is None
+        for launch in kernel.launches(problem, kernel.config(problem, H200))
+    }
+    assert len(needed) <= MOST_CUBINS
+
+
+lengths = st.sampled_from([1, 2, 17, 63, 64, 65, 512, 4096, 2**20, 2**31 - 1]) | st.integers(1, 5000)
+problems = st.builds(
+    lambda H, **sizes: Problem(H=H, Hkv=H, **sizes),
+    B=st.integers(1, 300),
+    H=st.integers(1, 300),
+    Lq=lengths,
+    Lk=lengths,
+    D=lengths,
+    Dv=lengths,
+    is_causal=st.booleans(),
+    vector=st.sampled_from([1, 2, 4]),
+)
+
+
+@pytest.mark.parametrize("device", [H200, A100, SMALL], ids=lambda device: device.arch)
+@pytest.mark.parametrize("kernel", KERNELS, ids=lambda kernel: kernel.name)
+@given(problem=problems)
+def test_config_is_a_listed_one_that_fits(kernel, device, problem):
+    if kernel.supports(problem, device) is not None:
+        return
+    config = kernel.config(problem, device)
+    assert config in set(kernel.configs())
+    workspace = kernel.workspace(problem, config)
+    for launch in kernel.launches(problem, config):
+        assert launch.smem_bytes <= device.smem_per_block_bytes
+        assert 1 <= launch.grid <= MAX_GRID
+        assert launch.threads % 32 == 0 and 32 <= launch.threads <= 1024
+        assert set(launch.args) <= {*OPERANDS, "scale", *workspace}
+
+
+@pytest.mark.parametrize("kernel", KERNELS, ids=lambda kernel: kernel.name)
+def test_configs_are_distinct(kernel):
+    configs = list(kernel.configs())
+    assert len(set(configs)) == len(configs)
