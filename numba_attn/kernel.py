@@ -45,6 +45,11 @@ class Launch:
     """Blocks that an SM must be able to hold: bounds the registers of a thread."""
 
 
+def suits_always(problem: Problem, device: Device) -> str | None:
+    """A good choice wherever it can serve."""
+    return None
+
+
 def no_workspace(problem: Problem, config: Hashable) -> dict[str, Workspace]:
     """Most kernels need none."""
     return {}
@@ -62,8 +67,6 @@ class Kernel:
     """Accuracy class that its results are held to (`numba_attn.testing`)."""
     supports: Callable[[Problem, Device], str | None]
     """Why it cannot serve the problem on the device, or None if it can."""
-    suits: Callable[[Problem, Device], str | None]
-    """Why another kernel should be preferred, or None if this one is a good choice."""
     config: Callable[[Problem, Device], Hashable]
     """The heuristic: always one of `configs`."""
     configs: Callable[[], Iterable[Hashable]]
@@ -72,4 +75,6 @@ class Kernel:
     """The smallest tiles of the same body, for the simulator: several blocks, tiles and slices at small shapes."""
     launches: Callable[[Problem, Hashable], tuple[Launch, ...]]
     """The grids of one call, in order."""
+    suits: Callable[[Problem, Device], str | None] = suits_always
+    """Why another kernel should be preferred, or None if this one is a good choice."""
     workspace: Callable[[Problem, Hashable], dict[str, Workspace]] = no_workspace

@@ -148,39 +148,50 @@ def test_each_kernel_serves_some_case(kernel, matrix):
     assert any(kernel.supports(case.problem, H200) is None for case in matrix())
 
 
+def each_config(kernels=KERNELS):
+    pairs = [(kernel, config) for kernel in kernels for config in kernel.configs()]
+    ids = [f"{kernel.name}-{'-'.join(map(str, dataclasses.astuple(config)))}" for kernel, config in pairs]
+    return pytest.mark.parametrize(("kernel", "config"), pairs, ids=ids)
+
+
+OPTIONS = ("vector", "is_causal", "dv_columns", "dv_bucket")  # what a problem decides; the rest are tile sizes
+
+
 @functools.cache
-def problems(matrix):
-    return tuple(dict.fromkeys(case.problem for case in matrix()))
+def chosen_options(kernel, case: Case) -> tuple:
+    config = kernel.config(case.problem, H200)
+    return tuple(getattr(config, name, None) for name in OPTIONS)
 
 
-def values(configs) -> dict[str, set]:
-    """Every value of every field."""
-    seen: dict[str, set] = {}
-    for config in configs:
-        for field in dataclasses.fields(config):
-            seen.setdefault(field.name, set()).add(getattr(config, field.name))
-    return seen
+def largest_cases(kernel, config) -> list[Case]:
+    """The two largest cases with the config's options."""
+    options = tuple(getattr(config, name, None) for name in OPTIONS)
+    served = (case for case in testing.cases() if kernel.supports(case.problem, H200) is None)
+    matching = [case for case in served if chosen_options(kernel, case) == options]
+    return sorted(matching, key=lambda case: case.H * case.Lq * case.Lk * (case.D + case.Dv))[-2:]
+
+
+@each_config()
+def test_each_config_has_cases_with_several_blocks(kernel, config):
+    assert config in set(kernel.configs())
+    cases = largest_cases(kernel, config)
+    assert cases
+    assert all(case.Lq * case.Lk > 128 * 256 for case in cases), cases
+
+
+@pytest.mark.gpu
+@each_config()
+def test_gpu_each_config(kernel, config, device, to_gpu, guarded_output):
+    """Every config that can be chosen, also those whose tiles the heuristic prefers for larger problems only."""
+    fixed = dataclasses.replace(kernel, config=lambda problem, device: config)
+    for case in largest_cases(kernel, config):
+        expected(case).check(*run_on_gpu(fixed, case, to_gpu, guarded_output), accuracy=kernel.accuracy)
 
 
 @each_kernel
-def test_every_value_of_every_config_is_reached(kernel):
-    """On an H200 or on a small GPU; options (bools) on an H200, and in the simulator too."""
-    chosen = {
-        device: {kernel.config(problem, device) for problem in problems(testing.cases)}
-        for device in (H200, SMALL_GPU)
-        if any(kernel.supports(problem, device) is None for problem in problems(testing.cases))
-    }
+def test_every_choice_is_a_config_and_reaches_both_options(kernel):
     possible = set(kernel.configs())
-    assert set().union(*chosen.values()) <= possible
-    reached = values(set().union(*chosen.values()))
-    assert {name: seen - reached.get(name, set()) for name, seen in values(possible).items()} == {
-        name: set() for name in reached
-    }
-    on_h200, in_simulator = (
-        values(chosen[H200]),
-        values(kernel.small_config(problem) for problem in problems(testing.small_cases)),
-    )
-    for name, seen in values(possible).items():
-        if seen == {False, True}:
-            assert on_h200[name] == seen, name
-            assert in_simulator[name] == seen, name
+    for device in (H200, SMALL_GPU):
+        assert {kernel.config(case.problem, device) for case in testing.cases()} <= possible
+    assert {kernel.config(case.problem, H200).is_causal for case in testing.cases()} == {False, True}
+    assert {kernel.small_config(case.problem).is_causal for case in testing.small_cases()} == {False, True}

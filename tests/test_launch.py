@@ -609,6 +609,7 @@ class Copy:
 
 
 @pytest.mark.gpu
+@pytest.mark.usefixtures("folder")
 @pytest.mark.parametrize("launch", LAUNCHES.values(), ids=LAUNCHES)
 def test_launch(launch):
     assert SHARED.smem_bytes > 48 * 1024
@@ -621,6 +622,7 @@ def test_launch(launch):
 
 
 @pytest.mark.gpu
+@pytest.mark.usefixtures("folder")
 def test_less_shared_memory_after_more():
     # What a kernel may have on a device is never lowered: both launches stay valid.
     more, less = Copy(replace(SHARED, smem_bytes=SHARED.smem_bytes + 4096)), Copy(SHARED)
@@ -639,6 +641,7 @@ def current_context():
 
 
 @pytest.mark.gpu
+@pytest.mark.usefixtures("folder")
 @pytest.mark.parametrize("launch", LAUNCHES.values(), ids=LAUNCHES)
 def test_launch_in_another_thread(launch):
     copy = Copy(launch)
@@ -663,6 +666,7 @@ def test_launch_in_another_thread(launch):
 
 
 @pytest.mark.gpu
+@pytest.mark.usefixtures("folder")
 def test_the_current_device_stays():
     copy = Copy(copy_launch())
     before = current_context()
@@ -672,6 +676,7 @@ def test_the_current_device_stays():
 
 
 @pytest.mark.gpu
+@pytest.mark.usefixtures("folder")
 def test_threads_launching_one_plan():
     # Each thread has a buffer of its own: the others' pointers never get into it.
     import torch

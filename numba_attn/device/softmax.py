@@ -116,6 +116,6 @@ def reciprocal(l, has_keys):
 
 
 @verb
-def log_sum_exp(m, l, has_keys):
-    """m + ln l, and -inf for a row without keys."""
-    return m + log(l) if has_keys else NEG_INF
+def log_sum_exp(m, l):
+    """m + ln l: -inf for a row without keys, for which both terms are."""
+    return m + log(l)

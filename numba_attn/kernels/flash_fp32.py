@@ -9,10 +9,9 @@ Algorithm. For a block of query rows, over chunks of BLOCK_N keys:
     5.  O = alpha O + P V            Dv walked in slices, one register tile each
     and after the last chunk O = O / l, lse = m + ln l.
 
-Work split. One block per (batch, head, BLOCK_M query rows); warp w owns rows ROWS w .. ROWS w + ROWS - 1 whole, so
-row statistics need shuffles alone and P never leaves its warp. A lane holds ROWS x COLUMNS of S (columns lane + 32 j)
-and then ROWS x DV_COLUMNS of O. Per four steps of the summed dimension a lane does ROWS (broadcast) and COLUMNS
-16-byte shared loads for 4 ROWS COLUMNS FMAs: 24 for 512 with 16 x 8.
+Work split. One block per (batch, head, BLOCK_M query rows); a warp owns ROWS of them whole, so row statistics need
+shuffles alone and P never leaves its warp. A lane holds ROWS x COLUMNS of S (columns lane + 32 j), then ROWS x
+DV_COLUMNS of O, and does ROWS + COLUMNS 16-byte shared loads for 4 ROWS COLUMNS FMAs: 24 for 512 with 16 x 8.
 
 Memory. P: 4 BLOCK_M (BLOCK_N + 4) bytes, kept for the whole chunk, so that S is computed once however large Dv is.
 Ring of STAGES slots, filled by cp.async: 4 (BLOCK_M + BLOCK_N) (BLOCK_D + 4) bytes each for Q and K, the same bytes
@@ -22,15 +21,16 @@ byte. Accumulators: ROWS COLUMNS, then ROWS DV_COLUMNS registers per lane.
 Numerics. One fp32 FMA chain per score over D and per output over the keys of a chunk; chunks are added in fp32.
 exp by ex2.approx. A pair that does not count is left out of P V by its position.
 
-Limits. A grid below 2^31 blocks and the shared memory of the smallest config.
+Limits. cp.async (compute capability 8.0), a grid below 2^31 blocks, the shared memory of the smallest tile.
 
-Source. FlashAttention-2 (Dao 2023), sections 3.1 and 3.2, with the roles of the loops over Dv and keys exchanged
-inside a chunk; register blocking as in every SGEMM since Volkov and Demmel 2008.
+Source. FlashAttention-2 (Dao 2023), section 3.1, with the loops over Dv and keys exchanged inside a chunk; register
+blocking as in Volkov and Demmel 2008.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
+from itertools import product
 
 from numba import cuda, float32
 
@@ -70,11 +70,10 @@ class Config:
     is_causal: bool
 
     def __post_init__(self):
-        for name, length in (("block_d", self.block_d), ("block_k", self.block_k)):
-            if length % 4:
-                raise ValueError(f"{name}={length} must be a multiple of 4, the elements of one shared load")
-        if self.block_n % self.block_k:
-            raise ValueError(f"{self.block_n=} must be a multiple of {self.block_k=}")
+        if self.block_d % 4 or self.block_k % 4 or self.block_n % self.block_k:
+            raise ValueError(
+                f"{self.block_d=} and {self.block_k=} must be multiples of 4, {self.block_n=} of the latter"
+            )
 
     @property
     def threads(self) -> int:
@@ -94,28 +93,17 @@ class Config:
 
     @property
     def dv_vector(self) -> int:
-        """Elements of O and V that a lane holds side by side."""
-        return min(self.dv_columns, 4)
+        return min(self.dv_columns, 4)  # elements of O and V that a lane holds side by side
 
     @property
     def p_bytes(self) -> int:
         return tile_bytes((self.block_m, self.block_n), self.block_n + PAD)
 
     @property
-    def q_bytes(self) -> int:
-        return tile_bytes((self.stages, self.block_m, self.block_d), self.block_d + PAD)
-
-    @property
-    def k_bytes(self) -> int:
-        return tile_bytes((self.stages, self.block_n, self.block_d), self.block_d + PAD)
-
-    @property
-    def v_bytes(self) -> int:
-        return tile_bytes((self.stages, self.block_k, self.block_dv))
-
-    @property
     def smem_bytes(self) -> int:
-        return self.p_bytes + max(self.q_bytes + self.k_bytes, self.v_bytes)
+        """P, and behind it the ring of slots for Q and K, later for V."""
+        qk_bytes = tile_bytes((self.stages, self.block_m + self.block_n, self.block_d), self.block_d + PAD)
+        return self.p_bytes + max(qk_bytes, tile_bytes((self.stages, self.block_k, self.block_dv)))
 
 
 @dataclass(frozen=True)
@@ -126,10 +114,9 @@ class Tiles:
     rows: int
     columns: int
     block_d: int
-    blocks_per_sm: int
-    """Blocks that it takes to keep an SM busy."""
-    fma_rate: float
-    """Share of an SM's FMA rate that they then reach, from measurements on an H200 (docs/notes/flash_fp32.md)."""
+    blocks_per_sm: int  # that it takes to keep an SM busy
+    fma_rates: tuple[float, float]
+    """Share of an SM's FMA rate that they reach, Dv up to 128 and more; measured, see docs/notes/flash_fp32.md."""
 
     def config(self, dv_columns: int, vector: int, is_causal: bool) -> Config:
         sizes = (self.warps, self.rows, self.columns, dv_columns, self.block_d)
@@ -138,11 +125,11 @@ class Tiles:
 
 TILES = (
     # 16 x 8 patches keep the FMA units, not shared memory, the limit; 8 warps of 255 registers fill an SM.
-    Tiles(warps=8, rows=16, columns=8, block_d=16, blocks_per_sm=1, fma_rate=0.58),
-    # A third of the shared memory: for GPUs with less than 227 KB a block, and for fewer rows.
-    Tiles(warps=4, rows=16, columns=4, block_d=16, blocks_per_sm=2, fma_rate=0.56),
+    Tiles(warps=8, rows=16, columns=8, block_d=16, blocks_per_sm=1, fma_rates=(0.45, 0.58)),
+    # A third of the shared memory: for GPUs with less than 227 KB a block, for fewer rows, and where Dv is narrow.
+    Tiles(warps=4, rows=16, columns=4, block_d=16, blocks_per_sm=2, fma_rates=(0.55, 0.55)),
     # Few rows and keys: many small blocks, none of which is mostly padding.
-    Tiles(warps=4, rows=4, columns=2, block_d=32, blocks_per_sm=4, fma_rate=0.25),
+    Tiles(warps=4, rows=4, columns=2, block_d=32, blocks_per_sm=4, fma_rates=(0.35, 0.35)),
 )
 DV_COLUMNS = (2, 4, 8)
 
@@ -159,16 +146,9 @@ def supports(problem: Problem, device: Device) -> str | None:
     return None
 
 
-def suits(problem: Problem, device: Device) -> str | None:
-    return None
-
-
 def configs():
-    for tiles in TILES:
-        for dv_columns in DV_COLUMNS:
-            for vector in (4, 1):
-                for is_causal in (False, True):
-                    yield tiles.config(dv_columns, vector, is_causal)
+    for tiles, dv_columns, vector, is_causal in product(TILES, DV_COLUMNS, (4, 1), (False, True)):
+        yield tiles.config(dv_columns, vector, is_causal)
 
 
 def config(problem: Problem, device: Device) -> Config:
@@ -183,7 +163,7 @@ def _expected_time(tiles: Tiles, config: Config, problem: Problem, device: Devic
     """FMAs of the busiest SM, padding included, over the rate at which it does them."""
     blocks = problem.B * problem.H * cdiv(problem.Lq, config.block_m)
     pairs = config.block_m * config.block_n * cdiv(problem.Lk, config.block_n)
-    return max(cdiv(blocks, device.sm_count), tiles.blocks_per_sm) * pairs / tiles.fma_rate
+    return max(cdiv(blocks, device.sm_count), tiles.blocks_per_sm) * pairs / tiles.fma_rates[problem.Dv > 128]
 
 
 def small_config(problem: Problem) -> Config:
@@ -206,7 +186,8 @@ def build(config: Config):
     SELECT = config.is_causal
     P_TILE = shared_tile(0, (BLOCK_M, BLOCK_N), BLOCK_N + PAD)
     Q_TILES = shared_tile(config.p_bytes, (STAGES, BLOCK_M, BLOCK_D), BLOCK_D + PAD)
-    K_TILES = shared_tile(config.p_bytes + config.q_bytes, (STAGES, BLOCK_N, BLOCK_D), BLOCK_D + PAD)
+    K_OFFSET = config.p_bytes + tile_bytes((STAGES, BLOCK_M, BLOCK_D), BLOCK_D + PAD)
+    K_TILES = shared_tile(K_OFFSET, (STAGES, BLOCK_N, BLOCK_D), BLOCK_D + PAD)
     V_TILES = shared_tile(config.p_bytes, (STAGES, BLOCK_K, BLOCK_DV))
     mask = Mask(config.is_causal)
     attends, end_of_row = mask.attends, mask.end
@@ -268,10 +249,9 @@ def build(config: Config):
             beta = ONE
             if n0 + BLOCK_N >= n_end:
                 # finish: O = O / l, lse = m + ln l
-                has_keys = end_of_row(row0 + lane, Lk) > 0
-                beta = reciprocal(l, has_keys)
+                beta = reciprocal(l, end_of_row(row0 + lane, Lk) > 0)
                 if lane < ROWS and row0 + lane < lse.shape[2]:
-                    lse[b, h, row0 + lane] = log_sum_exp(m, l, has_keys)
+                    lse[b, h, row0 + lane] = log_sum_exp(m, l)
 
             # O = alpha O + P V, slice by slice of Dv, keys in a ring of STAGES slots
             k_blocks = (min(BLOCK_N, n_end - n0) + BLOCK_K - 1) // BLOCK_K
@@ -312,7 +292,6 @@ KERNEL = Kernel(
     summary="register tiles over chunks of keys, plain FP32 arithmetic",
     accuracy="fp32",
     supports=supports,
-    suits=suits,
     config=config,
     configs=configs,
     small_config=small_config,

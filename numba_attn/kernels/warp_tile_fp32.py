@@ -192,7 +192,7 @@ def build(config: Config):
                 if lane + WARP * i < Dv:
                     O[b, h, row, lane + WARP * i] = acc[i] * inverse
             if lane == 0 and row < lse.shape[2]:
-                lse[b, h, row] = m + float32(math.log(l)) if n_end > 0 else NEG_INF
+                lse[b, h, row] = m + float32(math.log(l))
 
     return warp_tile_fp32
 

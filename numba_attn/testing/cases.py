@@ -133,6 +133,22 @@ def _large() -> Iterator[Case]:
     for Lq in (127, 128, 129, 255, 257):
         yield Case(1, 1, Lq, 40, 72, 40)
         yield Case(1, 1, Lq, 260, 40, 72, is_causal=True)
+    # Several blocks of rows, chunks of keys and slices of both head dims, whatever the tiles.
+    for D, Dv in (
+        (64, 32),
+        (64, 64),
+        (72, 128),
+        (72, 256),
+        (100, 300),
+        (72, 512),
+        (36, 1024),
+        (63, 31),
+        (33, 63),
+        (65, 127),
+    ):
+        for is_causal in (False, True):
+            yield Case(1, 2, 260, 530, D, Dv, is_causal=is_causal)
+            yield Case(1, 1, 260, 300, D - 1, Dv - 1, is_causal=is_causal)
     yield Case(7, 300, 5, 7, 8, 8)
     yield Case(300, 1, 3, 33, 8, 5, is_causal=True)
     yield Case(1, 1, 256, 256, 1024, 1024)

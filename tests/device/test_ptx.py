@@ -12,17 +12,9 @@ from toys import nans, ptx_of, randn, simulate
 
 from numba_attn import sim
 from numba_attn.device.math import LN2, LOG2E, cdiv, fma
-from numba_attn.device.ptx import cp_async_commit, cp_async_wait, ex2, opaque
+from numba_attn.device.ptx import cp_async_commit, cp_async_wait, opaque
 from numba_attn.device.smem import async_copy, shared_memory, shared_tile
-from numba_attn.device.softmax import ALL_LANES, warp_max
-
-TINY = np.finfo(np.float32).smallest_subnormal
-
-
-@cuda.jit
-def ex2_kernel(A, O):
-    t = cuda.threadIdx.x
-    O[t] = ex2(A[t])
+from numba_attn.device.softmax import ALL_LANES, exp, of_row, warp_max
 
 
 @cuda.jit
@@ -35,27 +27,20 @@ def instructions(ptx: str) -> list[str]:
     return re.findall(r"^\s+(?:@!?%p\d+\s+)?([a-z]\w*\.[\w.:]+)", ptx, re.MULTILINE)
 
 
-def test_ex2_instruction():
-    found = [name for name in instructions(ptx_of(ex2_kernel, 1, 1)) if name.startswith("ex2")]
-    assert found == ["ex2.approx.f32"]
+def test_exp_instruction():
+    @cuda.jit
+    def kernel(A, O):
+        O[0] = exp(A[0])
 
-
-def test_ex2(run):
-    x = np.concatenate([np.linspace(-150, 127.9, 25), [0, 1, -np.inf, np.inf, np.nan, -126, -149]]).astype(np.float32)
-    o = nans(32)
-    run(ex2_kernel, x, o)
-    with np.errstate(over="ignore"):
-        exact = np.exp2(x.astype(np.float64))
-    np.testing.assert_array_equal(o[-7:-2], [1, 2, 0, np.inf, np.nan])
-    finite = np.isfinite(exact)
-    ulp = np.spacing(exact[finite].astype(np.float32)).astype(np.float64)
-    assert np.all(np.abs(o[finite] - exact[finite]) <= 2 * np.maximum(ulp, TINY))
-    assert 0 < o[-1] <= 3 * TINY
+    found = [
+        name for name in instructions(ptx_of(kernel, 1, 1)) if name.endswith(".f32") and name[:2] not in ("ld", "st")
+    ]
+    assert found == ["mul.f32", "ex2.approx.f32"]
 
 
 def test_fma_instruction():
     found = instructions(ptx_of(fma_kernel, 1, 1, 1, 1))
-    assert [name for name in found if name.startswith(("fma.", "mul.f", "add.f"))] == ["fma.rn.f32"]
+    assert {name for name in found if name.startswith(("fma.", "mul.f", "add.f"))} == {"fma.rn.f32"}
 
 
 def rounded(exact: Fraction) -> np.float32:
@@ -80,12 +65,14 @@ def test_fma_rounds_once(run, scales):
     a, b, c = (randn(200, seed=seed) * np.float32(1 if s is None else s) for seed, s in enumerate(scales))
     if scales[2] is None:
         c = -(a * b)
-    o = nans(200)
-    run(fma_kernel, a, b, c, o)
-    expected = [rounded(Fraction(float(x)) * Fraction(float(y)) + Fraction(float(z))) for x, y, z in zip(a, b, c)]
+    o, inputs = nans(200), (a, b, c)
+    run(fma_kernel, *inputs, o)
+    expected = [
+        rounded(Fraction(float(x)) * Fraction(float(y)) + Fraction(float(z))) for x, y, z in zip(*inputs, strict=True)
+    ]
     np.testing.assert_array_equal(o, expected)
-    twice = a * b + c
-    assert np.any(o != twice), "values that cannot tell one rounding from two"
+    if scales == (1, 1, None):
+        assert not np.any(o == 0), "the rounding error of the product is left"
 
 
 def test_fma_of_special_values(run):
@@ -121,6 +108,15 @@ def test_max_and_shuffle_instructions():
     assert found.count("max.f32") == found.count("shfl.sync.bfly.b32") == 5
     assert re.findall(r"shfl\.sync\.bfly\.b32\s+[^;]*, (\d+), 31, -1;", ptx) == ["16", "8", "4", "2", "1"]
     assert not [name for name in found if name.startswith(("setp.nan", "max.NaN", "selp"))]
+
+
+def test_of_row_instruction():
+    @cuda.jit
+    def kernel(A, O):
+        O[cuda.threadIdx.x] = of_row(A[cuda.threadIdx.x], 5)
+
+    ptx = ptx_of(kernel, 1, 1)
+    assert re.search(r"shfl\.sync\.idx\.b32\s+[^;]*, %?\w+, 31, -1;", ptx)
 
 
 def test_start_of_shared_memory():

@@ -13,6 +13,7 @@ from numba_attn.device.softmax import (
     exp,
     finite_max,
     log_sum_exp,
+    of_row,
     reciprocal,
     warp_max,
     warp_sum,
@@ -64,6 +65,17 @@ def test_warp_sum(run):
     bound = 5 * 2.0**-24 * np.abs(x[:4]).sum(axis=1)
     assert np.all(np.abs(o[:4] - exact[:4]) <= bound)
     np.testing.assert_array_equal(o[4:], exact[4:])
+
+
+def test_of_row(run):
+    @cuda.jit
+    def kernel(A, O):
+        for i in range(32):
+            O[i, cuda.threadIdx.x] = of_row(A[cuda.threadIdx.x], i)
+
+    x, o = randn(32), nans(32, 32)
+    run(kernel, x, o)
+    np.testing.assert_array_equal(o, np.broadcast_to(x[:, None], (32, 32)))
 
 
 def mapped(run, verb, x):

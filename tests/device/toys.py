@@ -12,11 +12,6 @@ from numba_attn.problem import View
 ARCH = "sm_90a"
 
 
-def names_of(kernel) -> tuple[str, ...]:
-    code = kernel.py_func.__code__
-    return code.co_varnames[: code.co_argcount]
-
-
 def simulate(kernel, *arrays, threads=32, grid=1, smem_bytes=0) -> None:
     """Run `kernel` on numpy arrays, in place."""
     sim.launch(kernel, grid, threads, arrays, smem_bytes)
@@ -27,13 +22,13 @@ def run_on_gpu(kernel, *arrays, threads=32, grid=1, smem_bytes=0) -> None:
     import torch
 
     bases = [array if array.base is None else array.base for array in arrays]
-    buffers = [torch.from_numpy(np.ascontiguousarray(base).reshape(-1)).cuda() for base in bases]
-    names = names_of(kernel)
+    assert all(base.flags.c_contiguous for base in bases), "views are of contiguous arrays here"
+    buffers = [torch.from_numpy(base.reshape(-1)).cuda() for base in bases]
+    launch, workspace = _launch(kernel, [array.ndim for array in arrays], threads, grid, smem_bytes)
     layouts, pointers = {}, {}
-    for name, array, base, buffer in zip(names, arrays, bases, buffers, strict=True):
+    for name, array, base, buffer in zip(launch.args, arrays, bases, buffers, strict=True):
         layouts[name] = View(array.shape, tuple(stride // array.itemsize for stride in array.strides))
         pointers[name] = buffer.data_ptr() + array.ctypes.data - base.ctypes.data
-    launch, workspace = _launch(kernel, [array.ndim for array in arrays], threads, grid, smem_bytes)
     torch.cuda.synchronize()
     Plan((launch,), workspace, 0, layouts).run(0, pointers, 0.0)
     torch.cuda.synchronize()
@@ -47,9 +42,13 @@ def ptx_of(kernel, *ndims: int, threads=32) -> str:
 
 
 def _launch(kernel, ndims, threads: int, grid: int, smem_bytes: int):
-    names = names_of(kernel)
-    workspace = {name: Workspace((1,) * ndim) for name, ndim in zip(names, ndims, strict=True)}
-    return Launch(lambda _: kernel, None, names, grid, threads, smem_bytes), workspace
+    # Names of their own: those of `OPERANDS` have their dimensions already.
+    workspace = {f"array_{i}": Workspace((1,) * ndim) for i, ndim in enumerate(ndims)}
+    return Launch(_build, kernel, tuple(workspace), grid, threads, smem_bytes), workspace
+
+
+def _build(kernel):
+    return kernel
 
 
 def randn(*shape: int, seed=0) -> np.ndarray:
