@@ -46,15 +46,13 @@ def attend(names, q, k, v, causal, scale, enable_gqa, return_lse=False, kernel=N
     if library is device_arrays:
         q, k, v = adopted = _adopt(library, names, (q, k, v), stream)
 
-    q_pointer, q_layout = library.read(q, names[0])
-    k_pointer, k_layout = library.read(k, names[1])
-    v_pointer, v_layout = library.read(v, names[2])
-    pointers, out_layout = q_pointer | k_pointer | v_pointer, None
+    (q_pointer, k_pointer, v_pointer), layout = library.read(q, k, v, names)
+    alignment, out_layout = q_pointer | k_pointer | v_pointer, None
     if out is not None:
         target = library.adopt(out, "out", stream)
-        o_pointer, out_layout = library.read(target, "out")
-        pointers |= o_pointer
-    key = (q_layout, k_layout, v_layout, out_layout, pointers & 15, causal, enable_gqa, return_lse, kernel)
+        (o_pointer, _, _), out_layout = library.read(target, target, target, ("out",) * 3)
+        alignment |= o_pointer
+    key = (layout, out_layout, alignment & 15, causal, enable_gqa, return_lse, kernel)
     call = _calls.get(key)
     if call is None:
         arrays = (q, k, v) if out is None else (q, k, v, target)

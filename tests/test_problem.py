@@ -219,15 +219,15 @@ def test_flop_counts_only_pairs_that_count():
 
 def fake_kernel(name: str, cannot: str | None = None, rather: str | None = None) -> Kernel:
     return Kernel(
-        name,
-        "",
-        "fp32",
-        lambda p, d: cannot,
-        lambda p, d: rather,
-        lambda p, d: 0,
-        lambda: (0,),
-        lambda p: 0,
-        lambda p, c: (),
+        name=name,
+        summary="",
+        accuracy="fp32",
+        supports=lambda problem, device: cannot,
+        config=lambda problem, device: 0,
+        configs=lambda: (0,),
+        small_config=lambda problem: 0,
+        launches=lambda problem, config: (),
+        suits=lambda problem, device: rather,
     )
 
 

@@ -25,8 +25,8 @@ class Library(Protocol):
     def adopt(self, array: Any, name: str, stream: Any) -> Any:
         """What the other functions take for `array`; other producers' arrays are imported and ordered here."""
 
-    def read(self, array: Any, name: str) -> tuple[int, Hashable]:
-        """Pointer and layout: all that decides how a call with the array is served, its pointer apart."""
+    def read(self, q: Any, k: Any, v: Any, names: tuple[str, str, str]) -> tuple[tuple[int, int, int], Hashable]:
+        """Pointers and layout: all that decides how a call with the arrays is served, the pointers apart."""
 
     def operand(self, array: Any, name: str) -> Operand:
         """The same facts in plain terms. Raises if no kernel can read the array, naming it."""

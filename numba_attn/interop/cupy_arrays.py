@@ -14,8 +14,9 @@ def adopt(array: cupy.ndarray, name: str, stream) -> cupy.ndarray:
     return array
 
 
-def read(array: cupy.ndarray, name: str) -> tuple[int, Hashable]:
-    return array.data.ptr, (array.shape, array.strides, array.dtype, array.device.id)
+def read(q: cupy.ndarray, k: cupy.ndarray, v: cupy.ndarray, names) -> tuple[tuple[int, int, int], Hashable]:
+    layout = tuple((x.shape, x.strides, x.dtype, x.device.id) for x in (q, k, v))
+    return (q.data.ptr, k.data.ptr, v.data.ptr), layout
 
 
 def operand(array: cupy.ndarray, name: str) -> Operand:

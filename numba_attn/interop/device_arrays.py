@@ -87,8 +87,9 @@ def _dtype(array: Any, source: Any) -> str:
     return str(source.dtype if hasattr(source, "dtype") else np.dtype(source.__cuda_array_interface__["typestr"]))
 
 
-def read(array: Adopted, name: str) -> tuple[int, Hashable]:
-    return array.pointer, (array.shape, array.strides, array.dtype, array.device, array.read_only)
+def read(q: Adopted, k: Adopted, v: Adopted, names) -> tuple[tuple[int, int, int], Hashable]:
+    layout = tuple((x.shape, x.strides, x.dtype, x.device, x.read_only) for x in (q, k, v))
+    return (q.pointer, k.pointer, v.pointer), layout
 
 
 def operand(array: Adopted, name: str) -> Operand:

@@ -15,20 +15,38 @@ def adopt(array: torch.Tensor, name: str, stream) -> torch.Tensor:
     return array
 
 
-def read(array: torch.Tensor, name: str) -> tuple[int, Hashable]:
+def read(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, names) -> tuple[tuple[int, int, int], Hashable]:
+    # Spelled out for all three: this is a third of a warm call's own time.
     try:
-        strides = array.stride()
-        return array.data_ptr(), (
-            array.shape,
-            strides,
-            array.dtype,
-            array.device,
-            array.requires_grad and torch.is_grad_enabled(),
-            # Only views of complex tensors carry the bit, and their last stride is 2 or more.
-            bool(strides) and strides[-1] != 1 and array.is_neg(),
+        q_strides, k_strides, v_strides = q.stride(), k.stride(), v.stride()
+        # Only views of complex tensors are ever negated, and their last stride is 2 or more.
+        unit = q_strides[-1:] == k_strides[-1:] == v_strides[-1:] == (1,)
+        return (q.data_ptr(), k.data_ptr(), v.data_ptr()), (
+            q.shape,
+            k.shape,
+            v.shape,
+            q_strides,
+            k_strides,
+            v_strides,
+            q.dtype,
+            k.dtype,
+            v.dtype,
+            q.device,
+            k.device,
+            v.device,
+            (q.requires_grad or k.requires_grad or v.requires_grad) and torch.is_grad_enabled(),
+            not unit and (q.is_neg() or k.is_neg() or v.is_neg()),
         )
     except (RuntimeError, NotImplementedError) as error:
+        name = next((n for n, x in zip(names, (q, k, v), strict=True) if not _is_plain(x)), names[0])
         raise TypeError(f"{name} is not a plain strided tensor: {str(error).splitlines()[0]}") from None
+
+
+def _is_plain(array: torch.Tensor) -> bool:
+    try:
+        return bool(array.stride()) and array.data_ptr() >= 0
+    except (RuntimeError, NotImplementedError):
+        return False
 
 
 def operand(array: torch.Tensor, name: str) -> Operand:
@@ -36,12 +54,13 @@ def operand(array: torch.Tensor, name: str) -> Operand:
         raise ValueError(
             f"{name} is on {array.device}: a CUDA tensor is needed (numba_attn.sim.attention runs on a CPU)"
         )
-    pointer, (shape, strides, dtype, device, grad, negated) = read(array, name)
-    if grad:
+    (pointer, _, _), _ = read(array, array, array, (name,) * 3)
+    if array.requires_grad and torch.is_grad_enabled():
         raise NotImplementedError(f"{name} requires grad: gradients are not there yet (torch.no_grad() turns them off)")
-    if negated:
+    if array.is_neg():
         raise ValueError(f"{name} carries torch's pending negation: pass {name}.resolve_neg()")
-    return Operand(name, tuple(shape), strides, str(dtype).removeprefix("torch."), device.index, pointer)
+    dtype = str(array.dtype).removeprefix("torch.")
+    return Operand(name, tuple(array.shape), array.stride(), dtype, array.device.index, pointer)
 
 
 def empty(like: torch.Tensor, shape, strides, dtype: str, stream) -> torch.Tensor:
