@@ -76,6 +76,7 @@ def attention(
         out: array for O, of the result's shape, type, library and device, with any strides; it must share no memory
             with the inputs.
         stream: where to queue the work: a stream of the arrays' library, or a driver handle; None: its current one.
+            With a stream, the caller keeps the arrays alive until the work is done.
 
     Returns:
         O: [..., H, Lq, Dv] float32: `out`, or a new contiguous array of the caller's library and device, ordered on

@@ -72,6 +72,8 @@ def attend(names, q, k, v, causal, scale, enable_gqa, return_lse=False, kernel=N
     lse = library.empty(q, geometry.lse_shape, call.lse_strides, "float32", stream) if return_lse else None
     if call.plan is None:
         _fill_without_keys(library, o, lse, geometry, stream)
+        if library is device_arrays:
+            library.release(adopted, stream)
         return o, lse
 
     lse_pointer = 0 if lse is None else library.pointer(lse)

@@ -122,7 +122,7 @@ def test_sixteen_processes_on_an_empty_cache(tmp_path):
     processes = [run_python(code, wait=False, NUMBA_ATTN_CACHE_DIR=str(tmp_path / "cache")) for _ in range(16)]
     for process in processes:
         finish(process)
-    left = [path for path in (tmp_path / "cache").rglob("*") if path.suffix in (".tmp", ".lock")]
+    left = [path for path in (tmp_path / "cache").rglob("*") if path.suffix in (".part",)]
     assert not left
 
 
@@ -191,8 +191,8 @@ if pid == 0:
     signal.alarm(30)
     try:
         numba_attn.attention(q, q, q)
-    except Exception:
-        os._exit(7)
+    except Exception as error:
+        os._exit(7 if "fork" in str(error) or "CUDA" in str(error) else 8)
     os._exit(0)
 assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == 7
 """

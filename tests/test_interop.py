@@ -113,7 +113,7 @@ def test_interface_gets_a_legal_stream():
         assert source.__cuda_array_interface__["version"] == 3
 
 
-@pytest.mark.parametrize("stream", ["main", 1.5, object()], ids=repr)
+@pytest.mark.parametrize("stream", ["main", 1.5, object()], ids=["text", "number", "object"])
 def test_streams_of_other_kinds_are_refused(stream):
     with pytest.raises(TypeError, match="^stream is a"):
         device_arrays.stream_handle(0, stream)

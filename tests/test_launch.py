@@ -5,6 +5,7 @@ a launch may ask for: clusters, much shared memory, any thread.
 from __future__ import annotations
 
 import ctypes
+import hashlib
 import importlib
 import json
 import os
@@ -60,6 +61,7 @@ SOURCES = {
             return kernel
         """,
     "edited_verbs": """
+        import edited_lowering
         from numba import float32
         from numba_attn.device.verb import verb
         from edited_instruction import largest
@@ -84,6 +86,8 @@ SOURCES = {
         """,
     "edited_constants": "FACTOR = 3\n",
     "edited_table": "TABLE = (1, 2)\n",
+    # What registers the lowering of a type is imported and not named.
+    "edited_lowering": "REGISTERED = 1\n",
 }
 
 
@@ -124,6 +128,7 @@ EDITS = [
     ("edited_instruction", "fadd", "fsub"),
     ("edited_constants", "3", "4"),
     ("edited_table", "2", "5"),
+    ("edited_lowering", "1", "2"),
 ]
 
 
@@ -285,26 +290,29 @@ def flip(at: int):
     )
 
 
-def in_header(change):
-    """Damage: the header changed, and still JSON."""
+def in_report(change, *, with_its_digest=False):
+    """Damage: the report changed, and still JSON; the digest that of the entry before or of this one."""
 
     def damage(entry: bytes) -> bytes:
-        header, _, cubin = entry.partition(b"\n")
-        return json.dumps(change(json.loads(header))).encode() + b"\n" + cubin
+        digest, report, cubin = entry.split(b"\n", 2)
+        content = json.dumps(change(json.loads(report))).encode() + b"\n" + cubin
+        if with_its_digest:
+            digest = hashlib.sha256(content).hexdigest().encode()
+        return digest + b"\n" + content
 
     return damage
 
 
-def without_a_field(header: dict) -> dict:
-    return {**header, "report": {k: v for k, v in header["report"].items() if k != "registers"}}
+def without_a_field(report: dict) -> dict:
+    return {k: v for k, v in report.items() if k != "registers"}
 
 
-def with_a_field(header: dict) -> dict:
-    return {**header, "report": {**header["report"], "from_another_version": 1}}
+def with_a_field(report: dict) -> dict:
+    return {**report, "from_another_version": 1}
 
 
-def with_another_name(header: dict) -> dict:
-    return {**header, "report": {**header["report"], "entry": "another_name"}}
+def with_another_name(report: dict) -> dict:
+    return {**report, "entry": "another_name"}
 
 
 DAMAGES = {
@@ -318,10 +326,11 @@ DAMAGES = {
     "longer": lambda entry: entry + b"\0",
     "no JSON": lambda entry: b"{\n" + entry,
     "JSON of something else": lambda entry: b"[1, 2]\n" + entry,
-    "no report": in_header(lambda header: {"sha256": header["sha256"]}),
-    "report without a field": in_header(without_a_field),
-    "report of another version": in_header(with_a_field),
-    "another name in the report": in_header(with_another_name),
+    "no report": in_report(lambda report: {}),
+    "report without a field": in_report(without_a_field, with_its_digest=True),
+    "report of another version": in_report(with_a_field, with_its_digest=True),
+    "report of another kind": in_report(lambda report: [1], with_its_digest=True),
+    "another name in the report": in_report(with_another_name),
 }
 
 

@@ -18,12 +18,15 @@ _F32 = ir.FloatType()
 _I32 = ir.IntType(32)
 
 
-def _emit(builder, text: str, result, operands, constraints: str, *, memory: bool = False):
-    """Append one asm statement; `memory` keeps it in order with every other access to memory."""
+def _emit(builder, text: str, result, operands, constraints: str, *, memory: bool = False, convergent: bool = False):
+    """Append one asm statement.
+
+    `memory` keeps it in order with every other access to memory, `convergent` out of branches that it is not in.
+    """
     constraints += ",~{memory}" if memory else ""
     function = ir.FunctionType(result, [value.type for value in operands])
     asm = ir.InlineAsm(function, text, constraints.lstrip(","), side_effect=memory)
-    return builder.call(asm, operands)
+    return builder.call(asm, operands, attrs=("convergent",) if convergent else ())
 
 
 def emit_cp_async(builder, destination, source, n_bytes: int, valid_bytes):
@@ -40,17 +43,22 @@ def emit_cp_async(builder, destination, source, n_bytes: int, valid_bytes):
 
 def emit_from_lane_0(builder, x):
     """`shfl.sync.idx.b32 d, x, 0`: lane 0's value of a 32-bit x in all 32 lanes, which must all be there."""
-    return _emit(builder, "shfl.sync.idx.b32 $0, $1, 0, 31, -1;", _I32, [x], "=r,r", memory=True)
+    text = "shfl.sync.idx.b32 $0, $1, 0, 31, -1;"
+    return _emit(builder, text, _I32, [x], "=r,r", memory=True, convergent=True)
 
 
 def emit_shfl_bfly(builder, x, distance: int):
     """`shfl.sync.bfly.b32 d, x, distance`: the fp32 x of lane `lane ^ distance`; all 32 lanes must be there."""
-    return _emit(builder, f"shfl.sync.bfly.b32 $0, $1, {distance}, 31, -1;", _F32, [x], "=f,f", memory=True)
+    return _emit(
+        builder, f"shfl.sync.bfly.b32 $0, $1, {distance}, 31, -1;", _F32, [x], "=f,f", memory=True, convergent=True
+    )
 
 
 def emit_shfl_idx(builder, x, lane):
     """`shfl.sync.idx.b32 d, x, lane`: the fp32 x of a lane; all 32 lanes must be there."""
-    return _emit(builder, "shfl.sync.idx.b32 $0, $1, $2, 31, -1;", _F32, [x, lane], "=f,f,r", memory=True)
+    return _emit(
+        builder, "shfl.sync.idx.b32 $0, $1, $2, 31, -1;", _F32, [x, lane], "=f,f,r", memory=True, convergent=True
+    )
 
 
 def emit_ex2(builder, x):

@@ -235,42 +235,40 @@ def _registers(context, builder, argument_types, arguments, n: int) -> list:
 
 
 def async_copy(n: int, count: int, row_step: int):
-    """The verb `copy(tile, tile_index, tensor, tensor_index, end, inside)`: `count` asynchronous copies, down the rows.
+    """The verb `copy(tile, tile_index, tensor, tensor_index, left)`: `count` asynchronous copies, down the rows.
 
     For i < count, `n` consecutive elements of tensor row `row + i row_step` go to tile row `r + i row_step`, where
-    tile_index = (r, c) and tensor_index = (row, col). Where that row is not below `end`, or `inside` is false, the
-    tile's elements become zero and the tensor is not touched. Both last strides are 1 and all addresses multiples of
-    `n` elements. One address is computed and the others are steps from it.
+    tile_index = (r, c) and tensor_index = (row, col). Only the first `left` rows from `row` on are touched; for the
+    others the tile's elements become zero. Both last strides are 1 and all addresses multiples of `n` elements. One
+    address is computed and the others are steps from it.
     """
 
     @intrinsic
-    def copy(typingctx, tile, tile_index, tensor, tensor_index, end, inside):
+    def copy(typingctx, tile, tile_index, tensor, tensor_index, left):
         def codegen(context, builder, sig, args):
             int32, int64 = ir.IntType(32), ir.IntType(64)
             destination = _tile_pointer(context, builder, sig.args[0], args[0], sig.args[1], args[1])
             source, _, _ = element_pointer(context, builder, sig.args[2], args[2], sig.args[3], args[3])
             strides = cgutils.create_struct_proxy(sig.args[2])(context, builder, value=args[2]).strides
             step = builder.mul(builder.extract_value(strides, 0), int64(4 * row_step))
-            row = context.cast(builder, builder.extract_value(args[3], 0), sig.args[3].types[0], types.int32)
-            end = context.cast(builder, args[4], sig.args[4], types.int32)
-            inside = context.cast(builder, args[5], sig.args[5], types.boolean)
+            left = context.cast(builder, args[4], sig.args[4], types.int32)
             to = builder.ptrtoint(destination, int32)
             at = builder.ptrtoint(source, int64)
             for i in range(count):
-                is_there = builder.and_(inside, builder.icmp_signed("<", builder.add(row, int32(i * row_step)), end))
+                is_there = builder.icmp_signed("<", int32(i * row_step), left)
                 n_bytes = builder.select(is_there, int32(4 * n), int32(0))
                 offset = int32(4 * i * row_step * sig.args[0].strides[0])
                 emit_cp_async(builder, builder.add(to, offset), at, 4 * n, n_bytes)
                 at = builder.add(at, step)
             return context.get_dummy_value()
 
-        return types.none(tile, tile_index, tensor, tensor_index, end, inside), codegen
+        return types.none(tile, tile_index, tensor, tensor_index, left), codegen
 
     @twin_of(copy)
-    def _copy(thread, tile, tile_index, tensor, tensor_index, end, inside):
+    def _copy(thread, tile, tile_index, tensor, tensor_index, left):
         (r, c), (row, col) = tile_index, tensor_index
         for step in range(0, count * row_step, row_step):
-            valid = n if inside and row + step < end else 0
+            valid = n if step < left else 0
             thread.copy_async(tile, (r + step, c), tensor, (row + step, col), n, valid)
 
     return copy

@@ -54,13 +54,15 @@ def copy_tile_async(rows: int, columns: int, threads: int, vector: int):
 
     @verb
     def copy_tile(sA, gA, row0, col0, end, tid):
-        # 32-bit positions: Numba would carry 64 bits through every test.
+        # In 32 bits, else Numba carries 64. Past the end of a tensor a position may wrap, but nothing is left there.
         thread = opaque(tid)
         r = int32(thread // across)
+        rows_left = int32(min(end - row0, rows) - r)
+        columns_left = int32(min(gA.shape[1] - col0, columns))
         for chunk in range(0, chunks, across):
             c = int32((thread % across + chunk) * vector)
-            col = int32(col0 + c)
-            copy(sA, (r, c), gA, (int32(row0 + r), col), end, col < gA.shape[1])
+            left = rows_left if c < columns_left else int32(0)
+            copy(sA, (r, c), gA, (int32(row0 + r), int32(col0 + c)), left)
 
     return copy_tile
 

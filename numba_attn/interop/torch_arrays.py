@@ -18,16 +18,13 @@ def adopt(array: torch.Tensor, name: str, stream) -> torch.Tensor:
 def read(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, names) -> tuple[tuple[int, int, int], Hashable]:
     # Spelled out for all three: this is a third of a warm call's own time.
     try:
-        q_strides, k_strides, v_strides = q.stride(), k.stride(), v.stride()
-        # Only views of complex tensors are ever negated, and their last stride is 2 or more.
-        unit = q_strides[-1:] == k_strides[-1:] == v_strides[-1:] == (1,)
         return (q.data_ptr(), k.data_ptr(), v.data_ptr()), (
             q.shape,
             k.shape,
             v.shape,
-            q_strides,
-            k_strides,
-            v_strides,
+            q.stride(),
+            k.stride(),
+            v.stride(),
             q.dtype,
             k.dtype,
             v.dtype,
@@ -35,7 +32,7 @@ def read(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, names) -> tuple[tupl
             k.device,
             v.device,
             (q.requires_grad or k.requires_grad or v.requires_grad) and torch.is_grad_enabled(),
-            not unit and (q.is_neg() or k.is_neg() or v.is_neg()),
+            q.is_neg() or k.is_neg() or v.is_neg(),
         )
     except (RuntimeError, NotImplementedError) as error:
         name = next((n for n, x in zip(names, (q, k, v), strict=True) if not _is_plain(x)), names[0])
@@ -102,6 +99,8 @@ def release(adopted: tuple, stream) -> None:
 
 def _as_stream(stream, device) -> torch.cuda.Stream:
     if isinstance(stream, torch.cuda.Stream):
+        if stream.device_index != (device if isinstance(device, int) else device.index):
+            raise ValueError(f"stream is of {stream.device} and the tensors are on another device")
         return stream
     if isinstance(stream, int):
         return torch.cuda.ExternalStream(stream, device=device)

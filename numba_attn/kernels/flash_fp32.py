@@ -70,10 +70,8 @@ class Config:
     is_causal: bool
 
     def __post_init__(self):
-        if self.block_d % 4 or self.block_k % 4 or self.block_n % self.block_k:
-            raise ValueError(
-                f"{self.block_d=} and {self.block_k=} must be multiples of 4, {self.block_n=} of the latter"
-            )
+        if self.rows % 4 or self.block_d % 4 or self.block_k % 4 or self.block_n % self.block_k:
+            raise ValueError(f"4 must divide {self.rows=}, {self.block_d=}, {self.block_k=}, and that {self.block_n=}")
 
     @property
     def threads(self) -> int:
@@ -194,7 +192,7 @@ def build(config: Config):
     copy_q = copy_tile_async(BLOCK_M, BLOCK_D, config.threads, config.vector)
     copy_k = copy_tile_async(BLOCK_N, BLOCK_D, config.threads, config.vector)
     copy_v = copy_tile_async(BLOCK_K, BLOCK_DV, config.threads, config.vector)
-    wait_slot, wait_all = cp_async_wait(AHEAD - 1), cp_async_wait(0)
+    wait_slot = cp_async_wait(AHEAD - 1)
     qk = mma_ABt(ROWS, COLUMNS)
     pv = mma_AB(ROWS, DV_COLUMNS, DV_VECTOR)
     pv_where = mma_AB_where(ROWS, DV_COLUMNS, DV_VECTOR, attends)
@@ -240,7 +238,6 @@ def build(config: Config):
                 cp_async_commit()
                 if d_block >= 0:
                     qk(S, sQ[d_block % STAGES], row_in_block, sK[d_block % STAGES], lane)
-            wait_all()
 
             # P = exp(scale S - m) where the key counts
             scale_and_mask(S, scale, attends, row0, n0, Lk, lane)
@@ -279,7 +276,6 @@ def build(config: Config):
                             pv(acc, sP, row_in_block, k0, sV[slot], lane)
                         elif n0 + k0 < end_of_row(row0 + ROWS - 1, Lk):
                             pv_where(acc, sP, row_in_block, k0, sV[slot], lane, row0, n0 + k0, Lk)
-                wait_all()
                 store_output(gO, acc, row0, dv0, beta, lane)
             # Every warp is done with the slots of V before those of Q and K are filled.
             cuda.syncthreads()

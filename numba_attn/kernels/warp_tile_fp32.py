@@ -29,17 +29,16 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 
-import numpy as np
 from numba import cuda, float32, uint32
 
+from numba_attn.device.mask import Mask
 from numba_attn.device.math import cdiv
+from numba_attn.device.softmax import ALL_LANES, NEG_INF, ONE, ZERO
+from numba_attn.device.tile import WARP
 from numba_attn.kernel import Kernel, Launch
 from numba_attn.problem import MAX_GRID, Device, Problem
 
-WARP = 32
-ALL_LANES = 0xFFFFFFFF
 DV_BUCKETS = (32, 64, 128, 256, 512, 1024)
-ZERO, ONE, NEG_INF = np.float32(0), np.float32(1), np.float32(-np.inf)
 
 
 @dataclass(frozen=True)
@@ -52,8 +51,12 @@ class Config:
     min_blocks: int = 1
 
     def __post_init__(self):
-        if self.dv_bucket % WARP or WARP % self.v_keys:
-            raise ValueError(f"{self.dv_bucket=} must be a multiple of {WARP}, {self.v_keys=} divide it")
+        if self.dv_bucket % WARP or self.block_d % WARP or WARP % self.v_keys or WARP % self.warps:
+            raise ValueError(
+                f"{WARP} must divide {self.dv_bucket=} and {self.block_d=}; {self.v_keys=} and {self.warps=} it"
+            )
+        if self.v_keys * self.dv_bucket % self.threads:
+            raise ValueError(f"{self.threads=} do not share {self.v_keys=} rows of {self.dv_bucket=} evenly")
 
     @property
     def threads(self) -> int:
@@ -107,7 +110,8 @@ def launches(problem: Problem, config: Config) -> tuple[Launch, ...]:
 
 
 def build(config: Config):
-    WARPS, BLOCK_D, CAUSAL = config.warps, config.block_d, config.is_causal
+    WARPS, BLOCK_D = config.warps, config.block_d
+    end_of_row = Mask(config.is_causal).end  # the first key past a row's last one
     DV_BUCKET, V_KEYS = config.dv_bucket, config.v_keys
     ROW_STRIDE = BLOCK_D + 1
     ACC = DV_BUCKET // WARP
@@ -134,7 +138,7 @@ def build(config: Config):
         for i in range(ACC):
             acc[i] = ZERO
         m, l = NEG_INF, ZERO
-        n_end = min(m0 + WARPS, Lk) if CAUSAL else Lk
+        n_end = end_of_row(min(m0 + WARPS, Lq) - 1, Lk)
 
         for n0 in range(0, n_end, WARP):
             # S: lane t sums the whole score of key n0 + t, slice by slice of D
@@ -154,9 +158,7 @@ def build(config: Config):
                     s += sQ[warp, u] * sK[lane, u]
 
             # online softmax over the 32 lanes
-            n_keys = min(WARP, n_end - n0)
-            if CAUSAL:
-                n_keys = min(n_keys, row + 1 - n0)
+            n_keys = min(WARP, end_of_row(row, Lk) - n0)
             s = s * scale if lane < n_keys else NEG_INF
             m_new = s
             for offset in (16, 8, 4, 2, 1):

@@ -4,8 +4,8 @@ A key covers the text of every module of ours and of the user's that the kernel 
 its code and closure constants, the compiler's flags, the architecture and the versions of the tools. An edit to any
 of them, in any file, makes a new key; nothing depends on file times.
 
-An entry is one file: a line of JSON with a digest, then the cubin. It is written to a temporary file and renamed, so
-that many processes may start cold at once. An entry that does not match its digest counts as missing.
+An entry is one file: a digest of the rest, a line of JSON, then the cubin. It is written to a temporary file and
+renamed, so that many processes may start cold at once. An entry that does not match its digest counts as missing.
 """
 
 from __future__ import annotations
@@ -14,15 +14,20 @@ import hashlib
 import importlib.metadata
 import json
 import os
+import re
 import sys
+import sysconfig
 import tempfile
 import types as python_types
 import warnings
 from functools import cache as memoise
 from pathlib import Path
 
+import numpy as np
+from cuda.bindings import nvjitlink, nvvm
+
 ENVIRONMENT_VARIABLE = "NUMBA_ATTN_CACHE_DIR"
-TOOLS = ("numba", "numba-cuda", "llvmlite", "cuda-core", "nvidia-nvvm", "nvidia-nvjitlink", "nvidia-cuda-nvcc")
+TOOLS = ("numba", "numba-cuda", "llvmlite", "cuda-core")
 
 
 def directory() -> Path:
@@ -47,20 +52,23 @@ def key(function, facts: dict) -> str:
     """Digest of everything that decides the machine code of `function` under `facts`."""
     seen = _Sources()
     seen.add(function)
+    # How arguments are lowered, and the linker's options.
+    for module in ("numba_attn.tensor", "numba_attn.launch.compiler"):
+        seen.add_module(module)
     parts = {"facts": facts, "tools": tool_versions(), "sources": seen.digests(), "values": seen.values}
     return hashlib.sha256(json.dumps(parts, sort_keys=True, default=repr).encode()).hexdigest()
 
 
 @memoise
 def tool_versions() -> dict[str, str | None]:
-    """Installed versions of what takes part in compiling; None where a tool comes from elsewhere than a wheel."""
+    """Versions of what takes part in compiling; NVVM and nvJitLink say theirs, wherever they come from."""
     versions: dict[str, str | None] = {"python": sys.version.split()[0]}
     for name in TOOLS:
         try:
             versions[name] = importlib.metadata.version(name)
         except importlib.metadata.PackageNotFoundError:
             versions[name] = None
-    return versions
+    return versions | {"nvvm": str(nvvm.version()), "nvjitlink": str(nvjitlink.version())}
 
 
 class _Sources:
@@ -85,20 +93,22 @@ class _Sources:
             for item in sorted(value, key=repr) if isinstance(value, set | frozenset) else value:
                 self.add(item, name)
         elif isinstance(value, python_types.ModuleType):
-            self._add_module(value.__name__)
+            self.add_module(value.__name__)
         elif hasattr(value, "py_func"):
             self.add(value.py_func, name)
         elif hasattr(value, "_defn"):  # an intrinsic
             self.add(value._defn, name)
         elif isinstance(value, python_types.FunctionType):
             self._add_function(value)
+        elif isinstance(value, np.ndarray):
+            self.values.append((name, str(value.dtype), value.shape, hashlib.sha256(value.tobytes()).hexdigest()))
         else:
-            # numpy scalars and Numba types say all about themselves in their repr.
-            self.values.append((name, type(value).__qualname__, repr(value) if _is_plain(value) else ""))
+            self.values.append((name, type(value).__qualname__, _shown(value)))
 
     def _add_function(self, function) -> None:
-        if not self._add_module(function.__module__):
+        if _is_tool(function.__module__):
             return
+        self.add_module(function.__module__)
         self._add_code(function.__code__)
         for name, cell in zip(function.__code__.co_freevars, function.__closure__ or (), strict=True):
             self.add(cell.cell_contents, name)
@@ -109,39 +119,42 @@ class _Sources:
                 self.add(function.__globals__[name], name)
 
     def _add_code(self, code) -> None:
-        self.values.append((code.co_name, hashlib.sha256(code.co_code).hexdigest()))
+        # The names too: the text of a module may be newer than the code that was imported from it.
+        self.values.append((code.co_name, hashlib.sha256(code.co_code).hexdigest(), code.co_names, code.co_varnames))
         for constant in code.co_consts:
             if isinstance(constant, python_types.CodeType):
                 self._add_code(constant)
             else:
-                # The order in which a set is shown differs from process to process.
-                constant = sorted(constant, key=repr) if isinstance(constant, frozenset) else constant
-                self.values.append((code.co_name, repr(constant)))
+                self.values.append((code.co_name, _shown(constant)))
 
-    def _add_module(self, name: str) -> bool:
-        """Whether the module is one whose text counts: not of the tools, which count by their version."""
+    def add_module(self, name: str) -> None:
+        """Count the text of a module, and of the modules that it names; tools count by their version."""
         module = sys.modules.get(name)
-        file = getattr(module, "__file__", None)
-        if file is None or name.split(".")[0] in _by_version():
-            return False
-        if name not in self.modules:
-            self.modules.add(name)
-            # What a module of ours names, it may bake into its verbs when they are made.
-            for value in vars(module).values():
-                if isinstance(value, python_types.ModuleType):
-                    self._add_module(value.__name__)
-                elif isinstance(getattr(value, "__module__", None), str):
-                    self._add_module(value.__module__)
-        return True
+        if name in self.modules or getattr(module, "__file__", None) is None or _is_tool(name):
+            return
+        self.modules.add(name)
+        # What a module of ours names, it may bake into its verbs when they are made.
+        for value in vars(module).values():
+            if isinstance(value, python_types.ModuleType):
+                self.add_module(value.__name__)
+            elif isinstance(getattr(value, "__module__", None), str):
+                self.add_module(value.__module__)
+
+
+def _shown(value) -> str:
+    """The value as text that is the same in every process: sets sorted, addresses left out."""
+    if isinstance(value, frozenset | set):
+        return repr(sorted(map(repr, value)))
+    return re.sub(r" at 0x[0-9a-fA-F]+", "", repr(value))
 
 
 @memoise
-def _by_version() -> frozenset[str]:
-    return frozenset(sys.stdlib_module_names) | {"numba", "llvmlite", "numpy", "cuda", "numba_cuda", "torch", "cupy"}
-
-
-def _is_plain(value) -> bool:
-    return type(value).__module__.split(".")[0] in ("numpy", "numba", "numba_attn")
+def _is_tool(name: str) -> bool:
+    """Whether a module belongs to Python or to a package that counts by its version."""
+    if name.split(".")[0] in ("numba", "llvmlite", "numpy", "cuda", "numba_cuda", "torch", "cupy", "builtins"):
+        return True
+    file = getattr(sys.modules.get(name), "__file__", None) or ""
+    return file.startswith(sysconfig.get_paths()["stdlib"] + os.sep) and "site-packages" not in file
 
 
 def _names(code) -> set[str]:
@@ -159,10 +172,12 @@ def _text_digest(module) -> str:
 def read(entry: str) -> tuple[dict, bytes] | None:
     """The report and cubin of an entry, or None if it is missing or broken."""
     try:
-        header, _, cubin = (directory() / f"{entry}.cubin").read_bytes().partition(b"\n")
-        meta = json.loads(header)
-        return (meta["report"], cubin) if meta["sha256"] == hashlib.sha256(cubin).hexdigest() else None
-    except (OSError, ValueError, KeyError, TypeError):
+        digest, _, content = (directory() / f"{entry}.cubin").read_bytes().partition(b"\n")
+        if hashlib.sha256(content).hexdigest().encode() != digest:
+            return None
+        report, _, cubin = content.partition(b"\n")
+        return json.loads(report), cubin
+    except (OSError, ValueError):
         return None
 
 
@@ -172,14 +187,17 @@ _warned = False
 def write(entry: str, report: dict, cubin: bytes) -> None:
     """Store an entry; a directory that cannot be written costs one warning and nothing else."""
     global _warned
-    header = json.dumps({"report": report, "sha256": hashlib.sha256(cubin).hexdigest()}).encode()
-    folder = directory()
+    content = json.dumps(report).encode() + b"\n" + cubin
+    folder, part = directory(), None
     try:
         folder.mkdir(parents=True, exist_ok=True, mode=0o700)
         with tempfile.NamedTemporaryFile(dir=folder, suffix=".part", delete=False) as file:
-            file.write(header + b"\n" + cubin)
-        os.replace(file.name, folder / f"{entry}.cubin")
+            part = Path(file.name)
+            file.write(hashlib.sha256(content).hexdigest().encode() + b"\n" + content)
+        os.replace(part, folder / f"{entry}.cubin")
     except OSError as error:
+        if part is not None:
+            part.unlink(missing_ok=True)
         if not _warned:
             _warned = True
             warnings.warn(

@@ -11,7 +11,7 @@ import re
 import threading
 from collections.abc import Mapping
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, fields
 
 from numba import cuda
 from numba.cuda import types
@@ -57,6 +57,9 @@ class Binary:
         return {k: v for k, v in asdict(self).items() if k != "cubin"}
 
 
+_REPORTED = {field.name for field in fields(Binary)} - {"cubin"}
+
+
 def argument_types(launch: Launch, workspace: Mapping[str, Workspace]) -> tuple:
     """Numba types of the kernel's parameters, from their names."""
     result = []
@@ -83,9 +86,8 @@ def binary(launch: Launch, workspace: Mapping[str, Workspace], arch: str) -> Bin
     """The launch's machine code for `arch`, from the disk cache or compiled now."""
     function, signature, options = _inputs(launch, workspace)
     key = cache.key(function, {"signature": str(signature), "options": options, "arch": arch})
-    found = cache.read(key)
-    if found is not None:
-        report, cubin = found
+    report, cubin = cache.read(key) or ({}, b"")
+    if set(report) == _REPORTED:
         return Binary(cubin=cubin, **report)
     with _compilation():
         made = _link(_ltoir(function, signature, options, arch), arch)

@@ -72,7 +72,8 @@ def _renew_locks() -> None:
     _locks.clear()
 
 
-os.register_at_fork(after_in_child=_renew_locks)
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(after_in_child=_renew_locks)
 
 
 def _loaded(launch: Launch, workspace: Mapping[str, Workspace], device_index: int) -> LoadedKernel:

@@ -144,7 +144,7 @@ def copying(n: int, wait: int = 0, groups: int = 1):
         t = cuda.threadIdx.x
         tile = TILE(shared_memory())
         for row in range(groups):
-            copy(tile, (row, n * t), A, (row, n * t), A.shape[0], True)
+            copy(tile, (row, n * t), A, (row, n * t), A.shape[0] - row)
             cp_async_commit()
         cp_async_wait_some()
         for i in range(n):

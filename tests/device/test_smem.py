@@ -232,7 +232,7 @@ def copying(n: int, start: int, end: int, inside_columns: int, row_step: int = 2
         tile = TILE(shared_memory())
         for i in range(t, across * row_step, 32):
             r, c = i // across, i % across * n
-            copy(tile, (r, c), A, (start + r, c), end, c < inside_columns)
+            copy(tile, (r, c), A, (start + r, c), end - (start + r) if c < inside_columns else 0)
         cp_async_commit()
         wait_all()
         cuda.syncthreads()

@@ -113,18 +113,16 @@ def test_end_of_a_row(run):
         if i < M.shape[0]:
             O[0, i] = reciprocal(L[i], True)
             O[1, i] = reciprocal(L[i], False)
-            O[2, i] = log_sum_exp(M[i], L[i], True)
-            O[3, i] = log_sum_exp(M[i], L[i], False)
+            O[2, i] = log_sum_exp(M[i], L[i])
 
     m = np.array([0.5, -80, 3, -INF, NAN], np.float32)
     l = np.array([1, 7.25, 1e30, 0, NAN], np.float32)
-    o = nans(4, 5)
+    o = nans(3, 5)
     run(kernel, m, l, o)
     with np.errstate(divide="ignore"):
         np.testing.assert_array_equal(o[0], 1 / l)
         np.testing.assert_allclose(o[2], m + np.log(l.astype(np.float64)), rtol=1e-6)
     np.testing.assert_array_equal(o[1], np.zeros(5))
-    np.testing.assert_array_equal(o[3], np.full(5, -INF))
 
 
 def streamed(run, S, columns):
