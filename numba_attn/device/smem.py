@@ -199,28 +199,29 @@ def vector_load(n: int):
 
 
 def vector_store(n: int):
-    """The verb `store(array, index, patch, patch_index)`: `n` consecutive elements of a register patch, in one access.
+    """The verb `store(array, index, factor, patch, patch_index)`: factor times `n` consecutive elements, in one access.
 
     `array` is a tile or a tensor whose last stride is 1, the address a multiple of `n` elements; n = 1 is an ordinary
-    access.
+    access. `patch` is a register patch.
     """
 
     @intrinsic
-    def store(typingctx, array, index, patch, patch_index):
+    def store(typingctx, array, index, factor, patch, patch_index):
         def codegen(context, builder, sig, args):
             pointer = _pointer(context, builder, sig.args[0], args[0], sig.args[1], args[1])
             vector = ir.Constant(ir.VectorType(pointer.type.pointee, n), ir.Undefined)
-            for i, register in enumerate(_registers(context, builder, sig.args[2:], args[2:], n)):
-                vector = builder.insert_element(vector, builder.load(register), ir.Constant(ir.IntType(32), i))
+            for i, register in enumerate(_registers(context, builder, sig.args[3:], args[3:], n)):
+                value = builder.fmul(args[2], builder.load(register))
+                vector = builder.insert_element(vector, value, ir.Constant(ir.IntType(32), i))
             builder.store(vector, _vector_pointer(context, builder, pointer, n), align=4 * n)
             return context.get_dummy_value()
 
-        return types.none(array, index, patch, patch_index), codegen
+        return types.none(array, index, array.dtype, patch, patch_index), codegen
 
     @twin_of(store)
-    def _store(thread, array, index, patch, patch_index):
+    def _store(thread, array, index, factor, patch, patch_index):
         *rows, column = patch_index
-        thread.store(array, index, [patch[(*rows, column + i)] for i in range(n)])
+        thread.store(array, index, [factor * patch[(*rows, column + i)] for i in range(n)])
 
     return store
 
@@ -234,41 +235,43 @@ def _registers(context, builder, argument_types, arguments, n: int) -> list:
     return [cgutils.get_item_pointer(context, builder, patch_type, patch, index, wraparound=False) for index in indices]
 
 
-def async_copy(n: int, count: int, row_step: int):
-    """The verb `copy(tile, tile_index, tensor, tensor_index, left)`: `count` asynchronous copies, down the rows.
+def async_copy(n: int, down: range, across: range):
+    """The verb `copy(tile, (r, c), tensor, (row, col), rows_left, columns_left)`: asynchronous copies from a place on.
 
-    For i < count, `n` consecutive elements of tensor row `row + i row_step` go to tile row `r + i row_step`, where
-    tile_index = (r, c) and tensor_index = (row, col). Only the first `left` rows from `row` on are touched; for the
-    others the tile's elements become zero. Both last strides are 1 and all addresses multiples of `n` elements. One
-    address is computed and the others are steps from it.
+    For every i in `down` and j in `across`, `n` consecutive elements of tensor row row + i, from column col + j on, go
+    to the tile at (r + i, c + j). Where i >= rows_left or j >= columns_left the tile's elements become zero and the
+    tensor is not touched. Both last strides are 1 and all addresses multiples of `n` elements. One address is
+    computed; the others are steps from it.
     """
 
     @intrinsic
-    def copy(typingctx, tile, tile_index, tensor, tensor_index, left):
+    def copy(typingctx, tile, tile_index, tensor, tensor_index, rows_left, columns_left):
         def codegen(context, builder, sig, args):
             int32, int64 = ir.IntType(32), ir.IntType(64)
             destination = _tile_pointer(context, builder, sig.args[0], args[0], sig.args[1], args[1])
             source, _, _ = element_pointer(context, builder, sig.args[2], args[2], sig.args[3], args[3])
             strides = cgutils.create_struct_proxy(sig.args[2])(context, builder, value=args[2]).strides
-            step = builder.mul(builder.extract_value(strides, 0), int64(4 * row_step))
-            left = context.cast(builder, args[4], sig.args[4], types.int32)
-            to = builder.ptrtoint(destination, int32)
-            at = builder.ptrtoint(source, int64)
-            for i in range(count):
-                is_there = builder.icmp_signed("<", int32(i * row_step), left)
-                n_bytes = builder.select(is_there, int32(4 * n), int32(0))
-                offset = int32(4 * i * row_step * sig.args[0].strides[0])
-                emit_cp_async(builder, builder.add(to, offset), at, 4 * n, n_bytes)
+            step = builder.mul(builder.extract_value(strides, 0), int64(4 * down.step))
+            rows_left, columns_left = (context.cast(builder, args[k], sig.args[k], types.int32) for k in (4, 5))
+            to, at = builder.ptrtoint(destination, int32), builder.ptrtoint(source, int64)
+            for i in down:
+                for j in across:
+                    is_there = builder.icmp_signed("<", int32(i), rows_left)
+                    is_there = builder.and_(is_there, builder.icmp_signed("<", int32(j), columns_left))
+                    target = builder.add(to, int32(4 * (i * sig.args[0].strides[0] + j)))
+                    n_bytes = builder.select(is_there, int32(4 * n), int32(0))
+                    emit_cp_async(builder, target, builder.add(at, int64(4 * j)), 4 * n, n_bytes)
                 at = builder.add(at, step)
             return context.get_dummy_value()
 
-        return types.none(tile, tile_index, tensor, tensor_index, left), codegen
+        return types.none(tile, tile_index, tensor, tensor_index, rows_left, columns_left), codegen
 
     @twin_of(copy)
-    def _copy(thread, tile, tile_index, tensor, tensor_index, left):
+    def _copy(thread, tile, tile_index, tensor, tensor_index, rows_left, columns_left):
         (r, c), (row, col) = tile_index, tensor_index
-        for step in range(0, count * row_step, row_step):
-            valid = n if step < left else 0
-            thread.copy_async(tile, (r + step, c), tensor, (row + step, col), n, valid)
+        for i in down:
+            for j in across:
+                valid = n if i < rows_left and j < columns_left else 0
+                thread.copy_async(tile, (r + i, c + j), tensor, (row + i, col + j), n, valid)
 
     return copy

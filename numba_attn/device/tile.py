@@ -50,19 +50,16 @@ def copy_tile_async(rows: int, columns: int, threads: int, vector: int):
     down = threads // across
     if columns % vector or chunks % across or threads % across or rows % down:
         raise ValueError(f"{threads} threads do not share a tile of {rows} x {columns} evenly, {vector} elements each")
-    copy = async_copy(vector, rows // down, down)
+    copy = async_copy(vector, range(0, rows, down), range(0, columns, across * vector))
 
     @verb
     def copy_tile(sA, gA, row0, col0, end, tid):
         # In 32 bits, else Numba carries 64. Past the end of a tensor a position may wrap, but nothing is left there.
         thread = opaque(tid)
-        r = int32(thread // across)
-        rows_left = int32(min(end - row0, rows) - r)
-        columns_left = int32(min(gA.shape[1] - col0, columns))
-        for chunk in range(0, chunks, across):
-            c = int32((thread % across + chunk) * vector)
-            left = rows_left if c < columns_left else int32(0)
-            copy(sA, (r, c), gA, (int32(row0 + r), int32(col0 + c)), left)
+        r, c = int32(thread // across), int32(thread % across * vector)
+        rows_left = min(end - row0, rows) - r
+        columns_left = min(gA.shape[1] - col0, columns) - c
+        copy(sA, (r, c), gA, (int32(row0 + r), int32(col0 + c)), rows_left, columns_left)
 
     return copy_tile
 
@@ -206,11 +203,9 @@ def output_rows(rows: int, columns: int, vector: int, travels: int):
     def store(gO, O, row0, dv0, beta, lane):
         for i in range(rows):
             factor = of_row(beta, i)
-            for c in range(columns):
-                O[i, c] *= factor
             for c in range(0, columns, travels):
                 col = dv0 + vector * (lane + WARP * (c // vector)) + c % vector
                 if row0 + i < gO.shape[0] and col < gO.shape[1]:
-                    vstore(gO, (row0 + i, col), O, (i, c))
+                    vstore(gO, (row0 + i, col), factor, O, (i, c))
 
     return load, store

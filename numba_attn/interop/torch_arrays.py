@@ -28,9 +28,10 @@ def read(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, names) -> tuple[tupl
             q.dtype,
             k.dtype,
             v.dtype,
-            q.device,
-            k.device,
-            v.device,
+            # -1 for all that is not a GPU's.
+            q.get_device(),
+            k.get_device(),
+            v.get_device(),
             (q.requires_grad or k.requires_grad or v.requires_grad) and torch.is_grad_enabled(),
             q.is_neg() or k.is_neg() or v.is_neg(),
         )

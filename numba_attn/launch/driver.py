@@ -214,7 +214,7 @@ class Launcher(threading.local):
         """Start the kernel on `stream`; the current device stays what it was."""
         self._config.stream = stream
         status = self._launch()
-        if status in _ELSEWHERE:
+        if status and status in _ELSEWHERE:
             with _entered(self._kernel.device_index):
                 status = self._launch()
         if status:

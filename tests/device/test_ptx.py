@@ -136,7 +136,11 @@ def test_start_of_shared_memory():
 
 def copying(n: int, wait: int = 0, groups: int = 1):
     """A kernel of one warp that copies `groups` rows of 32 n elements, waits until `wait` are left, and reads row 0."""
-    copy, cp_async_wait_some, cp_async_wait_all = async_copy(n, 1, 1), cp_async_wait(wait), cp_async_wait(0)
+    copy, cp_async_wait_some, cp_async_wait_all = (
+        async_copy(n, range(1), range(1)),
+        cp_async_wait(wait),
+        cp_async_wait(0),
+    )
     TILE = shared_tile(0, (groups, 32 * n))
 
     @cuda.jit
@@ -144,7 +148,7 @@ def copying(n: int, wait: int = 0, groups: int = 1):
         t = cuda.threadIdx.x
         tile = TILE(shared_memory())
         for row in range(groups):
-            copy(tile, (row, n * t), A, (row, n * t), A.shape[0] - row)
+            copy(tile, (row, n * t), A, (row, n * t), A.shape[0] - row, 1)
             cp_async_commit()
         cp_async_wait_some()
         for i in range(n):

@@ -138,6 +138,7 @@ def test_accesses_to_tiles_are_shared_ones():
 
 
 WIDTHS = (1, 2, 4)
+TWO, HALF = np.float32(2), np.float32(0.5)
 
 
 def moving(n: int, row_stride: int = 12, shift: int = 0):
@@ -153,11 +154,11 @@ def moving(n: int, row_stride: int = 12, shift: int = 0):
         moves = col % n == 0
         if moves:
             load(patch, (1, 0), A, (row, col))
-            store(tile, (row, col + shift), patch, (1, 0))
+            store(tile, (row, col + shift), TWO, patch, (1, 0))
         cuda.syncwarp()
         if moves:
             load(patch, (0, 4 - n), tile, (row, col + shift))
-            store(O, (row, col), patch, (0, 4 - n))
+            store(O, (row, col), HALF, patch, (0, 4 - n))
 
     return kernel
 
@@ -223,7 +224,7 @@ def copying(n: int, start: int, end: int, inside_columns: int, row_step: int = 2
     """
     rows, columns = COPIED
     across = columns // n
-    copy = async_copy(n, rows // row_step, row_step)
+    copy = async_copy(n, range(0, rows, row_step), range(1))
     TILE = shared_tile(0, COPIED, columns + 4)
 
     @cuda.jit
@@ -232,7 +233,7 @@ def copying(n: int, start: int, end: int, inside_columns: int, row_step: int = 2
         tile = TILE(shared_memory())
         for i in range(t, across * row_step, 32):
             r, c = i // across, i % across * n
-            copy(tile, (r, c), A, (start + r, c), end - (start + r) if c < inside_columns else 0)
+            copy(tile, (r, c), A, (start + r, c), end - (start + r), inside_columns - c)
         cp_async_commit()
         wait_all()
         cuda.syncthreads()
