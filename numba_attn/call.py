@@ -21,6 +21,7 @@ from numba_attn.interop import device_arrays, numpy_arrays
 from numba_attn.kernels import KERNELS
 from numba_attn.problem import H200, Device, Geometry, View, check_out, contiguous_strides, describe, vector_width
 
+NO_GPU = "no CUDA GPU is found: numba_attn.sim.attention runs the kernels on a CPU"
 KEPT_CALLS = 1024  # a few kilobytes each
 
 
@@ -195,7 +196,11 @@ def _check_versions() -> None:
 
 def _index(geometry: Geometry) -> int:
     """The device of the arrays; the current one if they are all empty or on the host."""
-    return device_arrays.current_device() if geometry.device is None else geometry.device
+    if geometry.device is not None:
+        return geometry.device
+    if launch.device_count() == 0:
+        raise RuntimeError(NO_GPU)
+    return device_arrays.current_device()
 
 
 def _as_float(scale) -> float:
@@ -210,7 +215,13 @@ def _as_float(scale) -> float:
 
 
 def _adopt(library, names, arrays, stream) -> tuple:
-    return tuple(library.adopt(array, name, stream) for array, name in zip(arrays, names, strict=True))
+    try:
+        return tuple(library.adopt(array, name, stream) for array, name in zip(arrays, names, strict=True))
+    except (ImportError, LookupError):
+        # Numba's errors where it has no driver or no device.
+        if launch.device_count() == 0:
+            raise RuntimeError(NO_GPU) from None
+        raise
 
 
 def _check_overlap(library, names, arrays, out) -> None:
@@ -248,7 +259,7 @@ def _attend_on_host(names, q, k, v, causal, scale, enable_gqa, return_lse, kerne
     if out is not None:
         numpy_arrays.check_out(out, geometry, dict(zip(names, (q, k, v), strict=True)))
     if launch.device_count() == 0:
-        raise RuntimeError("no CUDA GPU is found: numba_attn.sim.attention runs the kernels on a CPU")
+        raise RuntimeError(NO_GPU)
     stream = device_arrays.as_numba_stream(stream) or None
     arrays = [numpy_arrays.to_device(array, stream) for array in (q, k, v)]
     o, lse = attend(names, *arrays, causal, scale, enable_gqa, return_lse, kernel, None, stream)
