@@ -175,6 +175,22 @@ def test_info_where_nothing_can_be_imported():
     assert out.endswith("status 0\n")
 
 
+@pytest.mark.parametrize("value", ["1", "0"])
+def test_numbas_own_simulator_is_told_to_be_unset(value):
+    out, err = run_python(
+        """
+        from numba_attn.cli import main
+        print("status", main(["info"]))
+        print("status", main(["check", "-k", "nowhere", "--sim"]))
+        """,
+        NUMBA_ENABLE_CUDASIM=value,
+    )
+    told = "NUMBA_ENABLE_CUDASIM is set: unset it, because numba_attn.sim is the simulator"
+    assert (told in out.partition("problems\n")[2], told in err) == (value == "1",) * 2
+    assert "status 0" in out
+    assert err.count("\n") == 1
+
+
 # check
 
 
