@@ -349,10 +349,13 @@ def test_precompile_of_what_does_not_compile(call, tmp_path, monkeypatch, one_co
 def test_precompile_into_a_directory_that_cannot_be_written(call, tmp_path, monkeypatch, one_config):
     (tmp_path / "file").touch()
     monkeypatch.setenv("NUMBA_ATTN_CACHE_DIR", str(tmp_path / "file"))
-    monkeypatch.setattr(launch.cache, "_warned", False)
-    status, out, _ = call("precompile", "--arch", "sm_90a", one_config)
-    assert status == 1
-    assert "cannot write the cache" in out
+    monkeypatch.setattr(launch.compiler, "binary", None)  # nothing may be compiled first
+    folder = tmp_path / "file"
+    line = f"cannot write the cache in {folder}: {folder} is no directory ($NUMBA_ATTN_CACHE_DIR moves it)\n"
+    assert call("precompile", "--arch", "sm_90a", one_config) == (1, "", f"numba_attn: {line}")
+    status, out, err = call("info")
+    assert (status, err) == (0, "")
+    assert out.endswith(f"problems\n  {line}")
 
 
 def test_shared_memory_of_archs():
