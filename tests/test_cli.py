@@ -105,6 +105,18 @@ def test_as_a_process():
     assert (bad.returncode, bad.stderr.count("\n"), bad.stdout) == (2, 1, "")
 
 
+def test_output_that_nobody_reads_any_more():
+    _, err = run_python("""
+        import os
+        reader, writer = os.pipe()
+        os.close(reader)
+        os.dup2(writer, 1)
+        from numba_attn.cli import main
+        assert main(["info"]) == 141
+    """)
+    assert err == ""
+
+
 # info
 
 

@@ -36,6 +36,14 @@ def test_modules_for_checking_are_there_when_asked_for():
     subprocess.check_call([sys.executable, "-c", code])
 
 
+def test_dir_lists_what_users_need():
+    code = "import numba_attn; print(*dir(numba_attn))"
+    names = subprocess.check_output([sys.executable, "-c", code], text=True).split()
+    modules = ["reference", "sim", "testing"]
+    assert names == sorted([*numba_attn.__all__, *modules, "__version__"])
+    assert all(hasattr(numba_attn, name) for name in names)
+
+
 class Exporter:
     """A DLPack producer."""
 
