@@ -13,7 +13,7 @@ import pytest
 from processes import run_python
 
 from numba_attn import launch, testing, versions
-from numba_attn.cli import COMMANDS, demo, kernel_file, main, measure, precompile, screen, targets
+from numba_attn.cli import COMMANDS, check, demo, kernel_file, main, measure, precompile, screen, targets
 from numba_attn.kernels import KERNELS, warp_tile_fp32
 from numba_attn.problem import H200, Problem
 from numba_attn.sim import mutate
@@ -78,6 +78,7 @@ def test_help(call, command):
         (["inspect", "flash_fp32", "--head-dim", "0"], "--head-dim is 0"),
         (["inspect", "warp_tile_fp32", "--head-dim", "2000"], "cannot serve this: keeps Dv in registers"),
         (["mutate"], "required: KERNEL"),
+        (["mutate", "flash_fp32", "--equivalent", "missing.toml"], "--equivalent: missing.toml is no file"),
     ],
 )
 def test_bad_arguments_get_one_line_and_status_2(call, argv, said):
@@ -250,6 +251,33 @@ def test_check_a_kernel_that_raises(call, few_cases, tmp_path):
     status, out, _ = call("check", file, "--sim")
     assert status == 1
     assert "ZEROS" in out
+
+
+def test_check_a_kernel_that_does_not_end(call, few_cases, tmp_path, monkeypatch):
+    monkeypatch.setattr(check, "SIMULATED_CASE_S", 0.3)
+    file = broken_kernel(tmp_path, "m, l = NEG_INF, ZERO", "while True:\n            m, l = NEG_INF, ZERO")
+    status, out, _ = call("check", file, "--sim")
+    assert status == 1
+    assert out.splitlines()[1:3] == [
+        f"FAIL warp_tile_fp32 {case}: not done after 0.3 s in the simulator" for case in few_cases
+    ]
+
+
+def test_check_counts_failures_that_are_the_same(call, few_cases, monkeypatch):
+    monkeypatch.setattr(testing, "small_cases", lambda: few_cases * 3)
+
+    def evaluate(kernel, case):
+        raise AssertionError("the same" if case == few_cases[0] or kernel is KERNELS[0] else "another")
+
+    monkeypatch.setattr(check, "simulate", evaluate)
+    status, out, _ = call("check", "--sim")
+    lines = out.splitlines()
+    assert status == 1
+    first, second = (kernel.name for kernel in KERNELS)
+    assert sum(line.startswith(f"FAIL {first} {few_cases[0]}: the same") for line in lines) == 2
+    assert f"FAIL {first} in 3 more cases: the same" in lines
+    assert sum(line.startswith(f"FAIL {second} ") for line in lines) == 6
+    assert lines[-2] == f"{first}: 6 cases, 0 passed, 6 failed"
 
 
 def test_check_a_kernel_that_serves_nothing(call, few_cases, tmp_path):
