@@ -18,7 +18,7 @@ from numba_attn.sim.time_limit import TimeLimit, time_limit
 
 DESCRIPTION = """Hold kernels to the matrix of problems (numba_attn.testing): O and lse against float64, with the error
 budget of the kernel's accuracy class, and every stray write. On the GPU if there is one; in the simulator with --sim or
-without a GPU: smaller problems, at the kernel's smallest tiles, and every access checked, and no case longer than a
+without a GPU: smaller problems, at the kernel's smallest tiles, every access checked and no case longer than a
 minute. One line per failing case, but a failure that many share is counted after its first few; exit status 1 if there
 is any."""
 
