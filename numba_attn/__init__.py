@@ -10,6 +10,7 @@ from numba_attn import versions
 
 __version__ = versions.version("numba-attn") or "0+unknown"
 __all__ = ["KERNELS", "attention", "explain", "scaled_dot_product_attention"]
+_MODULES = ("reference", "sim", "testing")
 
 _problem = versions.package_problem()
 
@@ -19,9 +20,13 @@ if _problem is None:
 
 
 def __getattr__(name: str):
-    if name in ("reference", "sim", "testing"):
+    if name in _MODULES:
         return import_module(f"numba_attn.{name}")
     if name in __all__:
         # Not at import: `python -m numba_attn info` must be able to tell.
         raise ImportError(_problem)
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+
+
+def __dir__() -> list[str]:
+    return sorted([*__all__, *_MODULES, "__version__"])

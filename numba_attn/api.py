@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from numba_attn import choice
-from numba_attn.call import attend, device_of, geometry_of
+from numba_attn.call import attend, device_of, flags, geometry_of
 from numba_attn.kernels import KERNELS
 
 
@@ -31,7 +31,8 @@ def scaled_dot_product_attention(
     Raises:
         NotImplementedError: what is not there yet, a floating-point type other than float32, or an input that
             requires grad while grad mode is on.
-        TypeError: no array, arrays of different libraries, or a type that is not floating-point.
+        TypeError: no array, arrays of different libraries, a type that is not floating-point, or a flag that is no
+            bool.
         ValueError: shapes or devices that do not fit together, a CPU tensor, or both `attn_mask` and `is_causal`.
         RuntimeError: no GPU.
 
@@ -122,6 +123,8 @@ def explain(
     """
     if mask is not None:
         raise NotImplementedError("mask is not there yet: only causal removes keys")
-    geometry = geometry_of(("q", "k", "v"), q, k, v, causal, enable_gqa, stream)
+    names = ("q", "k", "v")
+    causal, enable_gqa, _ = flags(names, causal, enable_gqa, return_lse)
+    geometry = geometry_of(names, q, k, v, causal, enable_gqa, stream)
     device, has_gpu = device_of(geometry)
     return choice.explain(kernel, KERNELS, geometry.problem, device, has_gpu)

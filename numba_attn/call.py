@@ -13,12 +13,15 @@ from dataclasses import dataclass, replace
 from functools import cache
 from typing import Any
 
+import numpy as np
+
 from numba_attn import interop, launch, versions
 from numba_attn.choice import choose, find
 from numba_attn.interop import device_arrays, numpy_arrays
 from numba_attn.kernels import KERNELS
 from numba_attn.problem import H200, Device, Geometry, View, check_out, contiguous_strides, describe, vector_width
 
+NO_GPU = "no CUDA GPU is found: numba_attn.sim.attention runs the kernels on a CPU"
 KEPT_CALLS = 1024  # a few kilobytes each
 
 
@@ -38,6 +41,8 @@ class Call:
 
 def attend(names, q, k, v, causal, scale, enable_gqa, return_lse=False, kernel=None, out=None, stream=None):
     """O, and lse or None: `attention` with the caller's names of its operands."""
+    if not (type(causal) is type(enable_gqa) is type(return_lse) is bool):
+        causal, enable_gqa, return_lse = flags(names, causal, enable_gqa, return_lse)
     library = interop.library_of_type(type(q)) if out is None and type(q) is type(k) is type(v) else None
     if library is None:
         library = interop.library_of((*names, "out"), (q, k, v) if out is None else (q, k, v, out))
@@ -53,7 +58,11 @@ def attend(names, q, k, v, causal, scale, enable_gqa, return_lse=False, kernel=N
         (o_pointer, _, _), out_layout = library.read(target, target, target, ("out",) * 3)
         alignment |= o_pointer
     key = (layout, out_layout, alignment & 15, causal, enable_gqa, return_lse, kernel)
-    call = _calls.get(key)
+    try:
+        call = _calls.get(key)
+    except TypeError:
+        find(kernel, KERNELS)
+        raise
     if call is None:
         arrays = (q, k, v) if out is None else (q, k, v, target)
         call = _calls.make(key, library, names, arrays, causal, enable_gqa, return_lse, kernel)
@@ -90,12 +99,22 @@ def attend(names, q, k, v, causal, scale, enable_gqa, return_lse=False, kernel=N
     return o, lse
 
 
+def flags(names, causal, enable_gqa, return_lse=False) -> tuple[bool, bool, bool]:
+    """The options that are on or off. Raises for anything but bools, by the name that goes with the operands' names."""
+    given = {"is_causal" if names[0] == "query" else "causal": causal}
+    given |= {"enable_gqa": enable_gqa, "return_lse": return_lse}
+    for name, value in given.items():
+        if not isinstance(value, bool | np.bool_):
+            raise TypeError(f"{name} is a {type(value).__name__}: True or False is needed")
+    return bool(causal), bool(enable_gqa), bool(return_lse)
+
+
 def geometry_of(names, q, k, v, causal, enable_gqa, stream=None) -> Geometry:
     """The checked facts of a call that is not made."""
     library = interop.library_of(names, (q, k, v))
     arrays = _adopt(library, names, (q, k, v), stream) if library is device_arrays else (q, k, v)
     operands = (library.operand(array, name) for array, name in zip(arrays, names, strict=True))
-    return describe(*operands, is_causal=bool(causal), enable_gqa=bool(enable_gqa))
+    return describe(*operands, is_causal=causal, enable_gqa=enable_gqa)
 
 
 def device_of(geometry: Geometry) -> tuple[Device, bool]:
@@ -136,7 +155,7 @@ _calls = _Calls()
 def _prepare(library, names, arrays, causal, enable_gqa, return_lse, kernel) -> Call:
     """Checks, problem, choice and plan."""
     q, k, v, *out = (library.operand(array, name) for array, name in zip(arrays, (*names, "out"), strict=False))
-    geometry = describe(q, k, v, is_causal=bool(causal), enable_gqa=bool(enable_gqa))
+    geometry = describe(q, k, v, is_causal=causal, enable_gqa=enable_gqa)
     problem, index = geometry.problem, _index(geometry)
     layouts = {
         "Q": geometry.Q,
@@ -177,20 +196,32 @@ def _check_versions() -> None:
 
 def _index(geometry: Geometry) -> int:
     """The device of the arrays; the current one if they are all empty or on the host."""
-    return device_arrays.current_device() if geometry.device is None else geometry.device
+    if geometry.device is not None:
+        return geometry.device
+    if launch.device_count() == 0:
+        raise RuntimeError(NO_GPU)
+    return device_arrays.current_device()
 
 
 def _as_float(scale) -> float:
     try:
         if not isinstance(scale, str | bytes):
             return float(scale)
+    except OverflowError:
+        raise ValueError("scale is beyond the range of floating-point numbers") from None
     except (TypeError, ValueError, RuntimeError):
         pass
     raise TypeError(f"scale is a {type(scale).__name__}: a number or None is needed")
 
 
 def _adopt(library, names, arrays, stream) -> tuple:
-    return tuple(library.adopt(array, name, stream) for array, name in zip(arrays, names, strict=True))
+    try:
+        return tuple(library.adopt(array, name, stream) for array, name in zip(arrays, names, strict=True))
+    except (ImportError, LookupError):
+        # Numba's errors where it has no driver or no device.
+        if launch.device_count() == 0:
+            raise RuntimeError(NO_GPU) from None
+        raise
 
 
 def _check_overlap(library, names, arrays, out) -> None:
@@ -228,7 +259,7 @@ def _attend_on_host(names, q, k, v, causal, scale, enable_gqa, return_lse, kerne
     if out is not None:
         numpy_arrays.check_out(out, geometry, dict(zip(names, (q, k, v), strict=True)))
     if launch.device_count() == 0:
-        raise RuntimeError("no CUDA GPU is found: numba_attn.sim.attention runs the kernels on a CPU")
+        raise RuntimeError(NO_GPU)
     stream = device_arrays.as_numba_stream(stream) or None
     arrays = [numpy_arrays.to_device(array, stream) for array in (q, k, v)]
     o, lse = attend(names, *arrays, causal, scale, enable_gqa, return_lse, kernel, None, stream)

@@ -20,7 +20,8 @@ class Explanation:
     chosen: str | None
     """Name of the kernel that serves the call; None if none can."""
     reasons: dict[str, str]
-    """For every kernel, in order: 'chosen', or why it is not."""
+    """For every kernel, in order: 'chosen', or why it is not. An unregistered kernel that has a registered one's name
+    is called '<name> (given)'."""
 
     def __repr__(self) -> str:
         facts = self.problem
@@ -68,18 +69,21 @@ def explain(
 ) -> Explanation:
     """The choice that `choose` makes, with the reasons; where it would raise, no kernel is chosen."""
     asked = None if kernel is None else find(kernel, kernels)
-    candidates = [*kernels] if asked is None or asked in kernels else [asked, *kernels]
+    candidates = {candidate.name: candidate for candidate in kernels}
+    label = asked and asked.name
+    if asked and candidates.get(label) is not asked:
+        label = f"{label} (given)" if label in candidates else label
+        candidates = {label: asked, **candidates}
     try:
         chosen = choose(asked, kernels, problem, device)
     except ValueError:
         chosen = None
     reasons = {}
-    for candidate in candidates:
+    for name, candidate in candidates.items():
         if candidate is chosen:
-            reasons[candidate.name] = "chosen"
+            reasons[name] = "chosen"
         else:
             reason = candidate.supports(problem, device)
-            rather = candidate.suits(problem, device) if reason is None else None
-            default = f"{chosen.name} was asked for" if asked and chosen else "comes later in the list"
-            reasons[candidate.name] = f"cannot: {reason}" if reason else f"can, but {rather or default}"
+            rather = f"{label} was asked for" if asked else candidate.suits(problem, device)
+            reasons[name] = f"cannot: {reason}" if reason else f"can, but {rather or 'comes later in the list'}"
     return Explanation(problem, device, has_gpu, chosen and chosen.name, reasons)

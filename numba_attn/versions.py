@@ -5,11 +5,13 @@ Cheap enough for import: package metadata is read, and nothing is loaded unless 
 
 from __future__ import annotations
 
+import os
 import platform
 from importlib import metadata
 
 PACKAGES = ("numba-attn", "numpy", "numba", "numba-cuda", "cuda-core", "cuda-bindings", "torch", "cupy")
 TOOLKIT = ("nvvm", "nvJitLink")
+SIMULATOR_VARIABLE = "NUMBA_ENABLE_CUDASIM"
 
 
 def version(package: str) -> str | None:
@@ -22,6 +24,8 @@ def version(package: str) -> str | None:
 
 def package_problem() -> str | None:
     """One line that names the Python packages that do not work together, or None."""
+    if os.environ.get(SIMULATOR_VARIABLE, "0") not in ("", "0"):
+        return f"{SIMULATOR_VARIABLE} is set: unset it, because numba_attn.sim is the simulator of these kernels"
     numpy, numba, numba_cuda = version("numpy"), version("numba"), version("numba-cuda")
     if numba_cuda is None:
         return f"numba-cuda is not installed (numba is {numba}): pip install 'numba-cuda[cu13]>=0.30,<0.31'"

@@ -140,6 +140,36 @@ def test_scale_that_is_no_number(launches, scale):
         numba_attn.attention(*tensors(), scale=scale)
 
 
+def test_scale_out_of_range(launches):
+    with pytest.raises(ValueError, match="^scale is beyond the range"):
+        numba_attn.attention(*tensors(), scale=10**400)
+
+
+@pytest.mark.parametrize("value", [1, 0, None, "no", [], np.ones(1, bool)], ids=repr)
+def test_flags_are_bools(launches, value):
+    for name in ("causal", "enable_gqa", "return_lse"):
+        for function in (numba_attn.attention, numba_attn.explain):
+            with pytest.raises(TypeError, match=f"^{name} is a"):
+                function(*tensors(), **{name: value})
+    for name in ("is_causal", "enable_gqa"):
+        with pytest.raises(TypeError, match=f"^{name} is a"):
+            numba_attn.scaled_dot_product_attention(*tensors(), **{name: value})
+    assert not launches
+
+
+def test_flags_of_numpy_are_the_same_call(launches):
+    for kind in (bool, np.bool_):
+        o, _ = numba_attn.attention(*tensors(), causal=kind(1), enable_gqa=kind(0), return_lse=kind(1))
+        assert_near(o, reference.attention(*tensors(), causal=True)[0])
+    assert len(launches) == 1 and launches[0].problem.is_causal is True
+
+
+@pytest.mark.parametrize("kernel", [[], {}, 3])
+def test_kernel_that_is_no_kernel(launches, kernel):
+    with pytest.raises(TypeError, match="^kernel is a .*: a name or a Kernel is needed"):
+        numba_attn.attention(*tensors(), kernel=kernel)
+
+
 def test_lse(launches):
     q, k, v = tensors()
     o, lse = numba_attn.attention(q, k, v, causal=True, return_lse=True)
@@ -385,3 +415,21 @@ def test_explain_uses_the_caller_s_kernel(launches):
     assert told.chosen == KERNELS[-1].name
     assert list(told.reasons) == [kernel.name for kernel in KERNELS]
     assert not launches
+
+
+def test_explain_tells_a_kernel_from_the_registered_one_of_its_name(launches):
+    own = replace(KERNELS[0], summary="mine")
+    told = numba_attn.explain(*tensors(), kernel=own)
+    given = f"{own.name} (given)"
+    assert list(told.reasons) == [given, *(kernel.name for kernel in KERNELS)]
+    assert told.reasons[given] == "chosen"
+    assert all(told.reasons[kernel.name] == f"can, but {given} was asked for" for kernel in KERNELS)
+    equal = replace(KERNELS[0])
+    assert numba_attn.explain(*tensors(), kernel=equal).reasons == told.reasons
+
+
+def test_explain_a_kernel_that_was_asked_for_and_cannot(launches):
+    refuses = replace(KERNELS[0], name="small_only", supports=lambda problem, device: "too large")
+    told = numba_attn.explain(*tensors(), kernel=refuses)
+    assert told.chosen is None and told.reasons["small_only"] == "cannot: too large"
+    assert all(told.reasons[kernel.name] == "can, but small_only was asked for" for kernel in KERNELS)

@@ -13,7 +13,7 @@ import pytest
 from processes import run_python
 
 from numba_attn import launch, testing, versions
-from numba_attn.cli import COMMANDS, demo, kernel_file, main, measure, precompile, screen, targets
+from numba_attn.cli import COMMANDS, check, demo, kernel_file, main, measure, precompile, screen, targets
 from numba_attn.kernels import KERNELS, warp_tile_fp32
 from numba_attn.problem import H200, Problem
 from numba_attn.sim import mutate
@@ -78,6 +78,7 @@ def test_help(call, command):
         (["inspect", "flash_fp32", "--head-dim", "0"], "--head-dim is 0"),
         (["inspect", "warp_tile_fp32", "--head-dim", "2000"], "cannot serve this: keeps Dv in registers"),
         (["mutate"], "required: KERNEL"),
+        (["mutate", "flash_fp32", "--equivalent", "missing.toml"], "--equivalent: missing.toml is no file"),
     ],
 )
 def test_bad_arguments_get_one_line_and_status_2(call, argv, said):
@@ -103,6 +104,18 @@ def test_as_a_process():
     info, bad = run("info"), run("check", "naive")
     assert (info.returncode, info.stderr) == (0, "")
     assert (bad.returncode, bad.stderr.count("\n"), bad.stdout) == (2, 1, "")
+
+
+def test_output_that_nobody_reads_any_more():
+    _, err = run_python("""
+        import os
+        reader, writer = os.pipe()
+        os.close(reader)
+        os.dup2(writer, 1)
+        from numba_attn.cli import main
+        assert main(["info"]) == 141
+    """)
+    assert err == ""
 
 
 # info
@@ -175,6 +188,22 @@ def test_info_where_nothing_can_be_imported():
     assert out.endswith("status 0\n")
 
 
+@pytest.mark.parametrize("value", ["1", "0"])
+def test_numbas_own_simulator_is_told_to_be_unset(value):
+    out, err = run_python(
+        """
+        from numba_attn.cli import main
+        print("status", main(["info"]))
+        print("status", main(["check", "-k", "nowhere", "--sim"]))
+        """,
+        NUMBA_ENABLE_CUDASIM=value,
+    )
+    told = "NUMBA_ENABLE_CUDASIM is set: unset it, because numba_attn.sim is the simulator"
+    assert (told in out.partition("problems\n")[2], told in err) == (value == "1",) * 2
+    assert "status 0" in out
+    assert err.count("\n") == 1
+
+
 # check
 
 
@@ -222,6 +251,33 @@ def test_check_a_kernel_that_raises(call, few_cases, tmp_path):
     status, out, _ = call("check", file, "--sim")
     assert status == 1
     assert "ZEROS" in out
+
+
+def test_check_a_kernel_that_does_not_end(call, few_cases, tmp_path, monkeypatch):
+    monkeypatch.setattr(check, "SIMULATED_CASE_S", 0.3)
+    file = broken_kernel(tmp_path, "m, l = NEG_INF, ZERO", "while True:\n            m, l = NEG_INF, ZERO")
+    status, out, _ = call("check", file, "--sim")
+    assert status == 1
+    assert out.splitlines()[1:3] == [
+        f"FAIL warp_tile_fp32 {case}: not done after 0.3 s in the simulator" for case in few_cases
+    ]
+
+
+def test_check_counts_failures_that_are_the_same(call, few_cases, monkeypatch):
+    monkeypatch.setattr(testing, "small_cases", lambda: few_cases * 3)
+
+    def evaluate(kernel, case):
+        raise AssertionError("the same" if case == few_cases[0] or kernel is KERNELS[0] else "another")
+
+    monkeypatch.setattr(check, "simulate", evaluate)
+    status, out, _ = call("check", "--sim")
+    lines = out.splitlines()
+    assert status == 1
+    first, second = (kernel.name for kernel in KERNELS)
+    assert sum(line.startswith(f"FAIL {first} {few_cases[0]}: the same") for line in lines) == 2
+    assert f"FAIL {first} in 3 more cases: the same" in lines
+    assert sum(line.startswith(f"FAIL {second} ") for line in lines) == 6
+    assert lines[-2] == f"{first}: 6 cases, 0 passed, 6 failed"
 
 
 def test_check_a_kernel_that_serves_nothing(call, few_cases, tmp_path):
@@ -333,10 +389,13 @@ def test_precompile_of_what_does_not_compile(call, tmp_path, monkeypatch, one_co
 def test_precompile_into_a_directory_that_cannot_be_written(call, tmp_path, monkeypatch, one_config):
     (tmp_path / "file").touch()
     monkeypatch.setenv("NUMBA_ATTN_CACHE_DIR", str(tmp_path / "file"))
-    monkeypatch.setattr(launch.cache, "_warned", False)
-    status, out, _ = call("precompile", "--arch", "sm_90a", one_config)
-    assert status == 1
-    assert "cannot write the cache" in out
+    monkeypatch.setattr(launch.compiler, "binary", None)  # nothing may be compiled first
+    folder = tmp_path / "file"
+    line = f"cannot write the cache in {folder}: {folder} is no directory ($NUMBA_ATTN_CACHE_DIR moves it)\n"
+    assert call("precompile", "--arch", "sm_90a", one_config) == (1, "", f"numba_attn: {line}")
+    status, out, err = call("info")
+    assert (status, err) == (0, "")
+    assert out.endswith(f"problems\n  {line}")
 
 
 def test_shared_memory_of_archs():

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 import numba_attn
-from numba_attn import interop, versions
+from numba_attn import interop, launch, versions
 from numba_attn.interop import device_arrays, numpy_arrays
 from numba_attn.problem import Operand, contiguous_strides
 
@@ -34,6 +34,14 @@ print(took)
 def test_modules_for_checking_are_there_when_asked_for():
     code = "import sys, numba_attn; assert 'numba_attn.reference' not in sys.modules; numba_attn.reference.attention"
     subprocess.check_call([sys.executable, "-c", code])
+
+
+def test_dir_lists_what_users_need():
+    code = "import numba_attn; print(*dir(numba_attn))"
+    names = subprocess.check_output([sys.executable, "-c", code], text=True).split()
+    modules = ["reference", "sim", "testing"]
+    assert names == sorted([*numba_attn.__all__, *modules, "__version__"])
+    assert all(hasattr(numba_attn, name) for name in names)
 
 
 class Exporter:
@@ -99,6 +107,73 @@ def test_exporters_off_the_gpu_are_refused_by_name(device):
     q = Exporter(device)
     with pytest.raises(ValueError, match=r"^q is not on a GPU: .*numba_attn\.sim\.attention"):
         numba_attn.attention(q, q, q)
+
+
+NO_GPU = pytest.mark.skipif(launch.device_count() > 0, reason="there is a GPU")
+
+
+@NO_GPU
+@pytest.mark.parametrize("shape", [(2, 4), (0, 4)])
+def test_exports_without_a_gpu_are_told_as_numpy_arrays_are(shape):
+    with pytest.raises(RuntimeError) as of_numpy:
+        numba_attn.attention(*[np.zeros(shape, np.float32)] * 3)
+    producers = [Described(shape=shape, data=(4096, False))] + [Exporter((2, 0))] * (0 not in shape)
+    for array in producers:
+        with pytest.raises(RuntimeError) as caught:
+            numba_attn.attention(array, array, array)
+        assert str(caught.value) == str(of_numpy.value)
+        assert "numba_attn.sim.attention" in str(caught.value) and "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("change", "word"),
+    [
+        (None, "NoneType"),
+        ({}, "no shape"),
+        ({"typestr": "nonsense"}, "'nonsense'"),
+        ({"typestr": None}, "typestr"),
+        ({"mask": np.zeros(1)}, "mask"),
+        ({"shape": None}, "shape"),
+        ({"shape": (2.0, 4)}, "shape"),
+        ({"strides": 4}, "strides"),
+        ({"data": None}, "data"),
+    ],
+    ids=str,
+)
+def test_malformed_interfaces_are_refused_by_name(change, word):
+    array = Described(shape=(2, 4))
+    whole = array.__cuda_array_interface__
+    array.__cuda_array_interface__ = {**whole, **change} if change else change
+    with pytest.raises(TypeError, match=f"^k has no usable __cuda_array_interface__: .*{word}") as caught:
+        device_arrays.adopt(array, "k", None)
+    assert "\n" not in str(caught.value)
+
+
+def test_dlpack_without_a_device_is_refused_by_name():
+    class Half:
+        def __dlpack__(self, **kwargs):
+            raise AssertionError
+
+    with pytest.raises(TypeError, match="^q has no usable __dlpack__: it has no __dlpack_device__"):
+        numba_attn.attention(Half(), Half(), Half())
+    with pytest.raises(TypeError, match="^q has no usable __dlpack_device__"):
+        device_arrays.adopt(Exporter(None), "q", None)
+
+
+@pytest.mark.parametrize("which", range(3))
+def test_masked_arrays_are_refused_by_name(which):
+    arrays = [np.zeros((2, 4), np.float32)] * 3
+    arrays[which] = np.ma.masked_array(arrays[which])
+    with pytest.raises(TypeError, match=f"^{'qkv'[which]} is a masked array"):
+        numba_attn.attention(*arrays)
+    with pytest.raises(TypeError, match="^out is a masked array"):
+        numba_attn.attention(*[np.zeros((2, 4), np.float32)] * 3, out=np.ma.zeros((2, 4), np.float32))
+
+
+def test_numpy_out_that_overlaps_itself():
+    out = np.lib.stride_tricks.as_strided(np.zeros(4, np.float32), (2, 4), (0, 4))
+    with pytest.raises(ValueError, match="^out has strides .*its elements share memory"):
+        numba_attn.attention(*[np.zeros((2, 4), np.float32)] * 3, out=out)
 
 
 def test_empty_exports_have_no_device():

@@ -269,6 +269,23 @@ def test_where_the_cache_is(monkeypatch, tmp_path, folder):
         assert cache.directory() == tmp_path / ".cache" / "numba_attn"
 
 
+def test_the_directory_is_absolute_and_the_users(monkeypatch, tmp_path):
+    monkeypatch.setenv("HOME", str(tmp_path))
+    monkeypatch.setenv("USERPROFILE", str(tmp_path))
+    monkeypatch.chdir(tmp_path)
+    for given in ("~/mine", "mine"):
+        monkeypatch.setenv(cache.ENVIRONMENT_VARIABLE, given)
+        assert cache.directory() == tmp_path / "mine"
+
+
+def test_a_directory_that_cannot_be_written(monkeypatch, tmp_path):
+    folder = tmp_path / "new" / "newer"
+    monkeypatch.setenv(cache.ENVIRONMENT_VARIABLE, str(folder))
+    assert cache.problem() is None and not folder.exists()
+    monkeypatch.setattr(os, "access", lambda path, mode: False)
+    assert f"cannot write the cache in {folder}: no permission to write in {tmp_path} " in cache.problem()
+
+
 def test_compiled_once(folder, compilations):
     made = compiler.binary(tiny_launch(), X, ARCH)
     assert compiler.binary(tiny_launch(), X, ARCH) == made

@@ -114,6 +114,8 @@ def test_table_of_kernels():
 
 def test_table_of_commands():
     assert dict(rows("command | what it does")) == COMMANDS
+    changes = (ROOT / "CHANGELOG.md").read_text(encoding="utf-8")
+    assert all(f"`{command}`" in changes for command in COMMANDS)
 
 
 def test_table_of_numbers_has_every_kernel():

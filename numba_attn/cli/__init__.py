@@ -3,12 +3,14 @@
 A command's module has `DESCRIPTION`, `add_arguments(parser)` and `run(args) -> exit status`. It is imported only when
 it is called for, so that `info` can tell what is wrong where nothing else can be imported.
 
-Exit status: 0 if all is well, 1 if something was found wrong, 2 for arguments that make no sense.
+Exit status: 0 if all is well, 1 if something was found wrong, 2 for arguments that make no sense, 130 and 141 as for
+other commands if interrupted or if nobody reads the output any more.
 """
 
 from __future__ import annotations
 
 import argparse
+import os
 import sys
 from collections.abc import Sequence
 from importlib import import_module
@@ -28,7 +30,17 @@ COMMANDS = {
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run one command; the exit status."""
-    argv = list(sys.argv[1:] if argv is None else argv)
+    try:
+        status = _guarded(list(sys.argv[1:] if argv is None else argv))
+        sys.stdout.flush()
+        return status
+    except BrokenPipeError:  # whoever read the output has seen enough
+        # Python flushes once more when it ends.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 141
+
+
+def _guarded(argv: list[str]) -> int:
     try:
         return _main(argv)
     except CommandError as error:

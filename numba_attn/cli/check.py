@@ -14,11 +14,16 @@ from numba_attn.interop import numpy_arrays
 from numba_attn.kernel import Kernel
 from numba_attn.kernels import KERNELS
 from numba_attn.problem import H200
+from numba_attn.sim.time_limit import TimeLimit, time_limit
 
 DESCRIPTION = """Hold kernels to the matrix of problems (numba_attn.testing): O and lse against float64, with the error
 budget of the kernel's accuracy class, and every stray write. On the GPU if there is one; in the simulator with --sim or
-without a GPU: smaller problems, at the kernel's smallest tiles, and every access checked. One line per failing case;
-exit status 1 if there is any."""
+without a GPU: smaller problems, at the kernel's smallest tiles, every access checked and no case longer than a
+minute. One line per failing case, but a failure that many share is counted after its first few; exit status 1 if there
+is any."""
+
+SIMULATED_CASE_S = 60
+SHOWN = 3  # of the failures with the same message
 
 
 def add_arguments(parser) -> None:
@@ -41,15 +46,21 @@ def run(args) -> int:
     if not cases:
         raise CommandError(f"no case has {args.only!r} in its name", status=2)
     tally = {kernel.name: Counter() for kernel in kernels}
+    failures = Counter()
     with Progress() as progress:
         for done, case in enumerate(cases):
             progress.show(done, len(cases), str(case))
             for kernel, outcome, why in check_case(case, kernels, device, evaluate):
                 tally[kernel.name][outcome] += 1
                 if outcome == "failed":
-                    progress.say(f"FAIL {kernel.name} {case}: {why}")
+                    failures[kernel.name, why] += 1
+                    if failures[kernel.name, why] <= SHOWN:
+                        progress.say(f"FAIL {kernel.name} {case}: {why}")
             if not in_simulator and (lost := lost_gpu()):
                 raise CommandError(f"stopped after {case}: the GPU takes no more work from this process: {lost}")
+    for (name, why), count in failures.items():
+        if count > SHOWN:
+            print(f"FAIL {name} in {count - SHOWN} more cases: {why}")
     for name, counts in tally.items():
         refused = f", {counts['refused']} refused by its `supports`" if counts["refused"] else ""
         print(f"{name}: {len(cases)} cases, {counts['passed']} passed, {counts['failed']} failed{refused}")
@@ -66,6 +77,8 @@ def check_case(case: testing.Case, kernels, device, evaluate):
                 continue
             expected = expected or testing.Expected(*testing.make_inputs(case), **case.kwargs)
             expected.check(*evaluate(kernel, case), accuracy=kernel.accuracy)
+        except TimeLimit:
+            yield kernel, "failed", f"not done after {SIMULATED_CASE_S:g} s in the simulator"
         except (AssertionError, sim.SimulationError) as error:
             yield kernel, "failed", one_line(error)
         except Exception as error:  # a kernel under work may fail in any way
@@ -75,7 +88,8 @@ def check_case(case: testing.Case, kernels, device, evaluate):
 
 
 def simulate(kernel: Kernel, case: testing.Case) -> tuple[np.ndarray, np.ndarray]:
-    return sim.attention(*testing.make_inputs(case), **case.kwargs, return_lse=True, kernel=kernel)
+    with time_limit(SIMULATED_CASE_S):
+        return sim.attention(*testing.make_inputs(case), **case.kwargs, return_lse=True, kernel=kernel)
 
 
 def run_on_gpu(kernel: Kernel, case: testing.Case) -> tuple[np.ndarray, np.ndarray]:

@@ -16,19 +16,22 @@ def add_arguments(parser) -> None:
 def run(args) -> int:
     _section("versions", versions.report())
     _section("toolkit", versions.toolkit_report())
-    problem = versions.package_problem()
+    problems = [versions.package_problem()]
     try:
-        driver = _machine()
+        driver, cache_problem = _machine()
+        problems.append(cache_problem)
         _kernels()
-        problem = problem or versions.toolkit_problem(driver)
+        problems[0] = problems[0] or versions.toolkit_problem(driver)
     except Exception as error:  # a wrong set of packages fails in its own ways
-        problem = problem or f"{type(error).__name__}: {one_line(error)}"
-    print(f"\nproblems\n  {problem or 'none found'}")
+        problems[0] = problems[0] or f"{type(error).__name__}: {one_line(error)}"
+    print("\nproblems")
+    for problem in filter(None, problems) if any(problems) else ["none found"]:
+        print(f"  {problem}")
     return 0
 
 
-def _machine() -> tuple[int, int] | None:
-    """Show driver, devices and cache; the CUDA version that the driver serves."""
+def _machine() -> tuple[tuple[int, int] | None, str | None]:
+    """Show driver, devices and cache; the CUDA version that the driver serves, and what is wrong with the cache."""
     from numba_attn import launch
     from numba_attn.launch import cache
 
@@ -39,7 +42,7 @@ def _machine() -> tuple[int, int] | None:
     entries, size = cache.usage()
     source = f"; ${cache.ENVIRONMENT_VARIABLE} moves it"
     print(f"\ncache\n  {cache.directory()} ({entries} entries, {megabytes(size)}{source})")
-    return driver
+    return driver, cache.problem()
 
 
 def _facts(device) -> str:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 from numba_attn.cli.errors import CommandError
 from numba_attn.cli.kernel_file import KERNEL_HELP, find
 from numba_attn.cli.screen import Progress, table
@@ -19,6 +21,8 @@ def add_arguments(parser) -> None:
 
 
 def run(args) -> int:
+    if args.equivalent is not None and not Path(args.equivalent).is_file():
+        raise CommandError(f"--equivalent: {args.equivalent} is no file", status=2)
     _, path, name = find(args.kernel)
     with Progress() as progress:
 

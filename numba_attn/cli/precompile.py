@@ -6,7 +6,7 @@ import warnings
 from collections.abc import Iterator
 from dataclasses import fields
 
-from numba_attn.cli.errors import require_toolkit
+from numba_attn.cli.errors import CommandError, require_toolkit
 from numba_attn.cli.kernel_file import KERNEL_HELP, find
 from numba_attn.cli.screen import Progress, one_line, table
 from numba_attn.cli.targets import devices_of, launches_of
@@ -16,7 +16,7 @@ from numba_attn.launch import cache, compiler
 from numba_attn.problem import Device, Problem
 
 DESCRIPTION = """Compile every config of every kernel, or of those named, into the cache. No GPU is needed. Exit status
-1 if a config does not compile."""
+1 if a config does not compile, or if the cache cannot be written."""
 
 # Equal configs mean equal machine code, so that one problem stands for all; the smallest fits any config.
 PROBLEM = Problem(B=1, H=1, Hkv=1, Lq=1, Lk=1, D=1, Dv=1)
@@ -37,7 +37,10 @@ def add_arguments(parser) -> None:
 def run(args) -> int:
     require_toolkit()
     kernels = [find(text)[0] for text in args.kernel] or KERNELS
-    pieces = [(*piece, device) for device in devices_of(args.arch) for kernel in kernels for piece in configs(kernel)]
+    devices = devices_of(args.arch)
+    if problem := cache.problem():
+        raise CommandError(problem)
+    pieces = [(*piece, device) for device in devices for kernel in kernels for piece in configs(kernel)]
     rows, too_large, failures = [], [], []
     with Progress() as progress, warnings.catch_warnings():
         warnings.filterwarnings("error", message=".*cannot write the cache")

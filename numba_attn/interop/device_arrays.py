@@ -68,17 +68,48 @@ def adopt(array: Any, name: str, stream) -> Adopted:
 def _source(array: Any, name: str) -> tuple[Any, int | None]:
     """The object to import from, and its device: None for an empty array without one."""
     if hasattr(array, "__dlpack_device__"):
-        kind, device = array.__dlpack_device__()
+        try:
+            kind, device = array.__dlpack_device__()
+        except (TypeError, ValueError) as error:
+            raise TypeError(f"{name} has no usable __dlpack_device__: {error}") from None
         if kind not in DLPACK_CUDA:
             raise ValueError(
                 f"{name} is not on a GPU: a device array is needed (numba_attn.sim.attention runs on a CPU)"
             )
         return array, int(device)
+    if not hasattr(array, "__cuda_array_interface__"):
+        raise TypeError(f"{name} has no usable __dlpack__: it has no __dlpack_device__")
+    if problem := _malformed(array.__cuda_array_interface__):
+        raise TypeError(f"{name} has no usable __cuda_array_interface__: {problem}")
     source = _Interface(array.__cuda_array_interface__)
     if 0 in source.__cuda_array_interface__["shape"]:
         return source, None
     cuda.current_context()
     return source, StridedMemoryView.from_cuda_array_interface(source, stream_ptr=-1).device_id
+
+
+def _malformed(description: Any) -> str | None:
+    """What is wrong with an interface, or None."""
+    if not isinstance(description, dict):
+        return f"it is a {type(description).__name__}, not a dict"
+    if missing := [key for key in ("shape", "typestr", "data") if key not in description]:
+        return f"it has no {' and no '.join(missing)}"
+    if description.get("mask") is not None:
+        return "it has a mask, and masked arrays are not served"
+    for key, optional in (("shape", False), ("strides", True)):
+        value = description.get(key)
+        is_tuple = isinstance(value, tuple) and all(hasattr(item, "__index__") for item in value)
+        if not is_tuple and not (optional and value is None):
+            return f"its {key} is {value!r}, not a tuple of ints"
+    data = description["data"]
+    if not (isinstance(data, tuple) and len(data) == 2 and hasattr(data[0], "__index__")):
+        return f"its data is {data!r}, not a pointer and a flag"
+    typestr = description["typestr"]
+    try:
+        known = isinstance(typestr, str) and np.dtype(typestr) is not None
+    except (TypeError, ValueError):
+        known = False
+    return None if known else f"its typestr is {typestr!r}, which is no type of numpy's"
 
 
 def _dtype(array: Any, source: Any) -> str:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import numpy as np
 from numba import cuda
 
@@ -11,12 +13,16 @@ from numba_attn.problem import Geometry, Operand, contiguous_strides
 
 def operand(array: np.ndarray, name: str) -> Operand:
     """The copy that the device will get: contiguous and aligned, whatever the strides of the array."""
+    if isinstance(array, np.ma.MaskedArray):
+        raise TypeError(f"{name} is a masked array: its mask would be lost, so pass an array without one")
     return Operand(name, array.shape, contiguous_strides(array.shape), str(array.dtype))
 
 
 def check_out(out: np.ndarray, geometry: Geometry, inputs: dict[str, np.ndarray]) -> None:
     """Raise, as for an array on the device, if `out` cannot take the result."""
-    problem.check_out(operand(out, "out"), geometry, operand(out, "out"))
+    facts = operand(out, "out")
+    strides = tuple(stride // out.itemsize for stride in out.strides)
+    problem.check_out(replace(facts, strides=strides), geometry, facts)
     if not out.flags.writeable:
         raise ValueError("out is read-only")
     for name, array in inputs.items():

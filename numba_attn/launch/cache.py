@@ -31,15 +31,28 @@ TOOLS = ("numba", "numba-cuda", "llvmlite", "cuda-core")
 
 
 def directory() -> Path:
-    """`$NUMBA_ATTN_CACHE_DIR`, else `numba_attn` in the user's cache directory."""
+    """`$NUMBA_ATTN_CACHE_DIR`, else `numba_attn` in the user's cache directory; an absolute path."""
     chosen = os.environ.get(ENVIRONMENT_VARIABLE)
     if chosen:
-        return Path(chosen)
+        return Path(chosen).expanduser().absolute()
     if sys.platform == "win32":
         base = os.environ.get("LOCALAPPDATA") or Path.home() / "AppData" / "Local"
     else:
         base = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
-    return Path(base) / "numba_attn"
+    return Path(base).absolute() / "numba_attn"
+
+
+def problem() -> str | None:
+    """One line that says why nothing can be kept in the directory, or None. Makes nothing."""
+    folder = directory()
+    nearest = next(path for path in (folder, *folder.parents) if os.path.exists(path))
+    if not nearest.is_dir():
+        why = f"{nearest} is no directory"
+    elif not os.access(nearest, os.W_OK | os.X_OK):
+        why = f"no permission to write in {nearest}"
+    else:
+        return None
+    return f"cannot write the cache in {folder}: {why} (${ENVIRONMENT_VARIABLE} moves it)"
 
 
 def usage() -> tuple[int, int]:

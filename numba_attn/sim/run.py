@@ -61,13 +61,14 @@ def attention(
 
     Raises:
         SimulationError: the kernel is at fault.
-        ValueError: shapes that do not fit together, or a problem that the kernel does not support.
-        TypeError: an argument that is not an fp32 numpy array.
+        ValueError: shapes that do not fit together, an unknown kernel, or a problem that the kernel does not support.
+        TypeError: an argument that is not an fp32 numpy array, or a scale that is no number.
     """
+    q, k, v = (_aligned(name, array) for name, array in (("q", q), ("k", k), ("v", v)))
     problem = _problem(q, k, v, causal, enable_gqa)
     kernel = _choose(kernel, problem)
     config = kernel.small_config(problem) if config is None else config
-    scale = 1 / np.sqrt(problem.D) if scale is None else scale
+    scale = max(problem.D, 1) ** -0.5 if scale is None else _as_float(scale)
     B, H, Lq, Dv = problem.B, problem.H, problem.Lq, problem.Dv
     arrays = {"Q": q, "K": k, "V": v, "O": _poisoned((B, H, Lq, Dv)), "lse": _poisoned((B, H, Lq if return_lse else 0))}
     for name, space in kernel.workspace(problem, config).items():
@@ -150,29 +151,58 @@ def _poisoned(shape, dtype="float32") -> np.ndarray:
     return np.full(shape, np.nan if dtype.kind == "f" else np.iinfo(dtype).min, dtype)
 
 
+def _aligned(name: str, array) -> np.ndarray:
+    """The array, or a copy of one whose elements do not lie at multiples of their size."""
+    if not isinstance(array, np.ndarray) or isinstance(array, np.ma.MaskedArray) or array.dtype != np.float32:
+        raise TypeError(f"{name}: a numpy array of float32 is needed")
+    if array.ndim != 4:
+        raise ValueError(f"{name}: four dimensions are needed, not {array.ndim}")
+    return array if array.flags.aligned else array.copy()
+
+
+def _as_float(scale) -> float:
+    try:
+        if not isinstance(scale, str | bytes):
+            return float(scale)
+    except OverflowError:
+        raise ValueError("scale: beyond the range of floating-point numbers") from None
+    except (TypeError, ValueError):
+        pass
+    raise TypeError(f"scale: a number or None is needed, not a {type(scale).__name__}")
+
+
 def _problem(q, k, v, causal: bool, enable_gqa: bool) -> Problem:
-    for name, array in (("q", q), ("k", k), ("v", v)):
-        if not isinstance(array, np.ndarray) or array.dtype != np.float32:
-            raise TypeError(f"{name}: a numpy array of float32 is needed")
-        if array.ndim != 4:
-            raise ValueError(f"{name}: four dimensions are needed, not {array.ndim}")
     B, H, Lq, D = q.shape
     Hkv, Lk, Dv = k.shape[1], k.shape[2], v.shape[3]
-    if k.shape != (B, Hkv, Lk, D) or v.shape != (B, Hkv, Lk, Dv) or (H != Hkv and (not enable_gqa or H % Hkv)):
-        raise ValueError(f"q, k, v: shapes {q.shape}, {k.shape}, {v.shape} do not fit together")
+    for name, fact, value, other, wanted in (
+        ("k", "batch size", k.shape[0], "q", B),
+        ("v", "batch size", v.shape[0], "q", B),
+        ("k", "head dim", k.shape[3], "q", D),
+        ("v", "length", v.shape[2], "k", Lk),
+        ("v", "number of heads", v.shape[1], "k", Hkv),
+    ):
+        if value != wanted:
+            raise ValueError(f"{name}: the {fact} is {value} and that of {other} is {wanted}")
+    if H != Hkv and not enable_gqa:
+        raise ValueError(f"k: the number of heads is {Hkv} and that of q is {H}; enable_gqa=True allows it")
+    if H != Hkv and (Hkv == 0 or H % Hkv):
+        raise ValueError(f"k: the number of heads is {Hkv}, which does not divide the {H} of q")
     views = (View(array.shape, tuple(stride // array.itemsize for stride in array.strides)) for array in (q, k, v))
     widths = [vector_width(view, array.ctypes.data) for view, array in zip(views, (q, k, v), strict=True)]
     return Problem(B, H, Hkv, Lq, Lk, D, Dv, is_causal=causal, vector=min(widths))
 
 
 def _choose(kernel, problem: Problem) -> Kernel:
+    if not isinstance(kernel, Kernel | str | None):
+        raise TypeError(f"kernel: a name or a Kernel is needed, not a {type(kernel).__name__}")
     if not isinstance(kernel, Kernel):
         # Late, so that a broken kernel file does not break the simulator of another.
         from numba_attn.kernels import KERNELS
 
         known = [k for k in KERNELS if kernel in (None, k.name)]
         if not known:
-            raise ValueError(f"kernel: no registered kernel is called {kernel!r}")
+            names = ", ".join(k.name for k in KERNELS)
+            raise ValueError(f"kernel: no registered kernel is called {kernel!r}: there are {names}")
         kernel = next((k for k in known if k.supports(problem, H200) is None), known[0])
     reason = kernel.supports(problem, H200)
     if reason is not None:

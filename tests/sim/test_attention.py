@@ -120,15 +120,50 @@ def test_workspace_is_kept_between_launches_and_poisoned_before():
         sim.attention(*arrays, kernel=_two_launches(False))
 
 
+def test_misaligned_arrays_are_copied():
+    q, k, v = _inputs()
+    shifted = np.zeros(q.nbytes + 1, np.uint8)[1:].view(np.float32).reshape(q.shape)
+    shifted[...] = q
+    assert not shifted.flags.aligned
+    for kernel in (TOY, *KERNELS):
+        expected = sim.attention(q, k, v, kernel=kernel)
+        np.testing.assert_allclose(sim.attention(shifted, k, v, kernel=kernel), expected, rtol=1e-6)
+
+
+def test_without_head_dim_the_scores_are_zero():
+    q, k, v = _inputs(D=0)
+    expected, _ = reference.attention(q, k, v)
+    np.testing.assert_allclose(sim.attention(q, k, v, kernel=TOY), expected, rtol=1e-5, atol=1e-6)
+
+
 def test_refusals():
     q, k, v = _inputs()
     with pytest.raises(TypeError, match="^q: "):
         sim.attention(q.astype(np.float64), k, v)
     with pytest.raises(ValueError, match="^v: four dimensions"):
         sim.attention(q, k, v[0])
-    with pytest.raises(ValueError, match="do not fit together"):
-        sim.attention(q, k[..., 1:], v)
-    with pytest.raises(ValueError, match="no registered kernel is called 'unknown'"):
+    for arrays, said in (
+        ((q, k[..., 1:], v), "k: the head dim is 3 and that of q is 4"),
+        ((q, k, v[:, :, 1:]), "v: the length is 4 and that of k is 5"),
+        ((q, k, v[:, 1:]), "v: the number of heads is 1 and that of k is 2"),
+        ((q, k[:, 1:], v[:, 1:]), "k: the number of heads is 1 and that of q is 2; enable_gqa=True"),
+        ((q, k[:0], v[:0]), "k: the batch size is 0 and that of q is 1"),
+        ((q, k, np.concatenate([v, v])), "v: the batch size is 2 and that of q is 1"),
+    ):
+        with pytest.raises(ValueError, match=f"^{said}"):
+            sim.attention(*arrays)
+    with pytest.raises(ValueError, match="^k: the number of heads is 0, which does not divide the 2 of q"):
+        sim.attention(q, k[:, :0], v[:, :0], enable_gqa=True)
+    for scale in ("0.5", [], object(), 1j):
+        with pytest.raises(TypeError, match="^scale: a number or None is needed"):
+            sim.attention(q, k, v, scale=scale)
+    with pytest.raises(ValueError, match="^scale: beyond the range"):
+        sim.attention(q, k, v, scale=10**400)
+    with pytest.raises(TypeError, match="^k: "):
+        sim.attention(q, np.ma.masked_array(k), v)
+    with pytest.raises(TypeError, match="^kernel: a name or a Kernel"):
+        sim.attention(q, k, v, kernel=[])
+    with pytest.raises(ValueError, match=f"called 'unknown': there are {KERNELS[0].name}, {KERNELS[1].name}"):
         sim.attention(q, k, v, kernel="unknown")
     with pytest.raises(ValueError, match="toy does not support this problem: too small"):
         sim.attention(q, k, v, kernel=dataclasses.replace(TOY, supports=lambda problem, device: "too small"))
