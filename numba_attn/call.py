@@ -30,6 +30,8 @@ class Call:
     """All that one combination of layouts and options needs, pointers and scale apart."""
 
     geometry: Geometry
+    is_plain: bool
+    """The last dimension of every operand has unit stride, and more than one element."""
     plan: Any
     """From `launch.prepare`; None if there is nothing to launch."""
     device: int
@@ -66,6 +68,9 @@ def attend(names, q, k, v, causal, scale, enable_gqa, return_lse=False, kernel=N
     if call is None:
         arrays = (q, k, v) if out is None else (q, k, v, target)
         call = _calls.make(key, library, names, arrays, causal, enable_gqa, return_lse, kernel)
+    elif not call.is_plain:
+        for array, name in zip((q, k, v), names, strict=True):
+            library.operand(array, name)
     geometry = call.geometry
     if scale is None:
         scale = geometry.scale
@@ -180,6 +185,7 @@ def _prepare(library, names, arrays, causal, enable_gqa, return_lse, kernel) -> 
         workspace = tuple((name, View.contiguous(space.shape), space.dtype) for name, space in plan.workspace.items())
     return Call(
         geometry,
+        all(view.strides[-1] == 1 and view.shape[-1] > 1 for view in (geometry.Q, geometry.K, geometry.V)),
         plan,
         index,
         o_strides=contiguous_strides(geometry.o_shape),

@@ -251,7 +251,8 @@ def async_copy(n: int, down: range, across: range):
             destination = _tile_pointer(context, builder, sig.args[0], args[0], sig.args[1], args[1])
             source, _, _ = element_pointer(context, builder, sig.args[2], args[2], sig.args[3], args[3])
             strides = cgutils.create_struct_proxy(sig.args[2])(context, builder, value=args[2]).strides
-            step = builder.mul(builder.extract_value(strides, 0), int64(4 * down.step))
+            row_stride, column_stride = (builder.extract_value(strides, k) for k in (0, 1))
+            step = builder.mul(row_stride, int64(4 * down.step))
             rows_left, columns_left = (context.cast(builder, args[k], sig.args[k], types.int32) for k in (4, 5))
             to, at = builder.ptrtoint(destination, int32), builder.ptrtoint(source, int64)
             for i in down:
@@ -260,7 +261,8 @@ def async_copy(n: int, down: range, across: range):
                     is_there = builder.and_(is_there, builder.icmp_signed("<", int32(j), columns_left))
                     target = builder.add(to, int32(4 * (i * sig.args[0].strides[0] + j)))
                     n_bytes = builder.select(is_there, int32(4 * n), int32(0))
-                    emit_cp_async(builder, target, builder.add(at, int64(4 * j)), 4 * n, n_bytes)
+                    origin = builder.add(at, builder.mul(column_stride, int64(4 * j)))
+                    emit_cp_async(builder, target, origin, 4 * n, n_bytes)
                 at = builder.add(at, step)
             return context.get_dummy_value()
 

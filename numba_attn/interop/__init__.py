@@ -29,7 +29,11 @@ class Library(Protocol):
         """Pointers and layout: all that decides how a call with the arrays is served, the pointers apart."""
 
     def operand(self, array: Any, name: str) -> Operand:
-        """The same facts in plain terms. Raises if no kernel can read the array, naming it."""
+        """The same facts in plain terms. Raises if no kernel can read the array, naming it.
+
+        Called for the first call of a layout, and for each call of one without unit strides: such arrays may be
+        views that are not what their layout says (torch's pending negation).
+        """
 
     def empty(self, like: Any, shape, strides, dtype: str, stream: Any) -> Any:
         """A new array on the device of `like`, ordered on the stream."""

@@ -33,7 +33,6 @@ def read(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, names) -> tuple[tupl
             k.get_device(),
             v.get_device(),
             (q.requires_grad or k.requires_grad or v.requires_grad) and torch.is_grad_enabled(),
-            q.is_neg() or k.is_neg() or v.is_neg(),
         )
     except (RuntimeError, NotImplementedError) as error:
         name = next((n for n, x in zip(names, (q, k, v), strict=True) if not _is_plain(x)), names[0])

@@ -265,3 +265,25 @@ def test_misaligned_asynchronous_copies(n):
     A = randn(6, 21)[:, 1:17]
     with pytest.raises(sim.SimulationError, match="misaligned vector access to tensor"):
         simulate(copying(n, 0, 6, 16), A, nans(*COPIED), smem_bytes=tile_bytes(COPIED, 20))
+
+
+def test_asynchronous_copies_across_strided_columns(run):
+    """Element by element, several per thread along the row: steps in the tensor are of its own column stride."""
+    copy = async_copy(1, range(0, 4, 2), range(0, 12, 4))
+    TILE = shared_tile(0, (4, 12), 12)
+
+    @cuda.jit
+    def kernel(A, O):
+        t = cuda.threadIdx.x
+        tile = TILE(shared_memory())
+        if t < 8:
+            copy(tile, (t // 4, t % 4), A, (t // 4, t % 4), 4 - t // 4, 10 - t % 4)
+        cp_async_commit()
+        wait_all()
+        cuda.syncthreads()
+        for i in range(t, 48, 32):
+            O[i // 12, i % 12] = tile[i // 12, i % 12]
+
+    A, O = randn(4, 20)[:, ::2], nans(4, 12)
+    run(kernel, A, O, smem_bytes=tile_bytes((4, 12)))
+    np.testing.assert_array_equal(O, np.pad(A, ((0, 0), (0, 2))))
