@@ -18,6 +18,7 @@ import numpy as np
 from numba_attn import interop, launch, versions
 from numba_attn.choice import choose, find
 from numba_attn.interop import device_arrays, numpy_arrays
+from numba_attn.kernel import OPERANDS
 from numba_attn.kernels import KERNELS
 from numba_attn.problem import H200, Device, Geometry, View, check_out, contiguous_strides, describe, vector_width
 
@@ -37,8 +38,8 @@ class Call:
     device: int
     o_strides: tuple[int, ...]
     lse_strides: tuple[int, ...]
-    workspace: tuple[tuple[str, View, str], ...]
-    """Name, layout and type of each temporary."""
+    workspace: tuple[tuple[View, str], ...]
+    """Layout and type of each temporary."""
 
 
 def attend(names, q, k, v, causal, scale, enable_gqa, return_lse=False, kernel=None, out=None, stream=None):
@@ -90,12 +91,11 @@ def attend(names, q, k, v, causal, scale, enable_gqa, return_lse=False, kernel=N
             library.release(adopted, stream)
         return o, lse
 
-    lse_pointer = 0 if lse is None else library.pointer(lse)
-    pointers = {"Q": q_pointer, "K": k_pointer, "V": v_pointer, "O": o_pointer, "lse": lse_pointer}
+    pointers = [q_pointer, k_pointer, v_pointer, o_pointer, 0 if lse is None else library.pointer(lse)]
     temporaries = []
-    for name, view, dtype in call.workspace:
+    for view, dtype in call.workspace:
         temporaries.append(library.empty(q, *view, dtype, stream))
-        pointers[name] = library.pointer(temporaries[-1])
+        pointers.append(library.pointer(temporaries[-1]))
     if geometry.stand_ins:
         temporaries += _stand_in(library, q, pointers, geometry, stream)
     call.plan.run(library.stream_handle(call.device, stream), pointers, scale)
@@ -182,7 +182,7 @@ def _prepare(library, names, arrays, causal, enable_gqa, return_lse, kernel) -> 
     else:
         chosen = choose(kernel, KERNELS, problem, launch.device_facts(index))
         plan = launch.prepare(chosen, problem, index, layouts)
-        workspace = tuple((name, View.contiguous(space.shape), space.dtype) for name, space in plan.workspace.items())
+        workspace = tuple((View.contiguous(space.shape), space.dtype) for space in plan.workspace.values())
     return Call(
         geometry,
         all(view.strides[-1] == 1 and view.shape[-1] > 1 for view in (geometry.Q, geometry.K, geometry.V)),
@@ -250,12 +250,12 @@ def _stand_in(library, like, pointers, geometry, stream) -> list:
     temporaries = [library.empty(like, (1,), (1,), "float32", stream)]
     library.fill(temporaries[0], 0.0, stream)
     for name in geometry.stand_ins:
-        pointers[name] = library.pointer(temporaries[0])
+        pointers[tuple(OPERANDS).index(name)] = library.pointer(temporaries[0])
     if "V" in geometry.stand_ins:
         problem = geometry.problem
         scratch = View.contiguous((problem.B, problem.H, problem.Lq, 1))
         temporaries.append(library.empty(like, *scratch, "float32", stream))
-        pointers["O"] = library.pointer(temporaries[-1])
+        pointers[tuple(OPERANDS).index("O")] = library.pointer(temporaries[-1])
     return temporaries
 
 

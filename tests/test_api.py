@@ -20,7 +20,7 @@ from numpy.lib.stride_tricks import as_strided
 
 import numba_attn
 from numba_attn import call, reference
-from numba_attn.kernel import Workspace
+from numba_attn.kernel import OPERANDS, Workspace
 from numba_attn.kernels import KERNELS
 from numba_attn.problem import H200
 
@@ -42,9 +42,10 @@ class ReferencePlan:
         self.workspace = {"partial": Workspace((3, 5))} if kernel.name == "with_workspace" else {}
 
     def run(self, stream, pointers, scale):
-        assert set(pointers) == {"Q", "K", "V", "O", "lse", *self.workspace}
-        assert all(pointers[name] for name in self.workspace)
-        Q, K, V, O, lse = (host_array(pointers[name], *self.layouts[name]) for name in ("Q", "K", "V", "O", "lse"))
+        assert len(pointers) == len(OPERANDS) + len(self.workspace)
+        assert all(pointers[len(OPERANDS) :])
+        operands = zip(OPERANDS, pointers, strict=False)
+        Q, K, V, O, lse = (host_array(pointer, *self.layouts[name]) for name, pointer in operands)
         assert Q.shape[-1] == self.problem.D and V.shape[-1] == self.problem.Dv
         o64, lse64 = reference.attention(Q, K, V, causal=self.problem.is_causal, scale=scale)
         O[...] = o64

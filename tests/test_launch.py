@@ -628,7 +628,7 @@ class Copy:
         self.plan = Plan((launch,), {}, 0, {"Q": layout, "O": layout})
 
     def run(self) -> None:
-        self.plan.run(0, {"Q": self.source.data_ptr(), "O": self.target.data_ptr()}, 0.0)
+        self.plan.run(0, [self.source.data_ptr(), 0, 0, self.target.data_ptr(), 0], 0.0)
 
     def check(self) -> None:
         assert self.target.equal(self.source)
@@ -716,7 +716,7 @@ def test_threads_launching_one_plan():
     def work(i):
         barrier.wait()
         for _ in range(200):
-            copy.plan.run(0, {"Q": sources[i].data_ptr(), "O": targets[i].data_ptr()}, 0.0)
+            copy.plan.run(0, [sources[i].data_ptr(), 0, 0, targets[i].data_ptr(), 0], 0.0)
 
     threads = [threading.Thread(target=work, args=(i,)) for i in range(8)]
     for thread in threads:

@@ -188,8 +188,8 @@ class LoadedKernel:
             self.function = int(_check(cu.cuKernelGetFunction(kernel)))
 
 
-class Launcher(threading.local):
-    """One grid of a loaded kernel with its argument buffer, made once for each thread that launches.
+class Launcher:
+    """One grid of a loaded kernel with its argument buffer, for one thread.
 
     `words[i]` and `floats[i]` write the buffer in units of 8 and 4 bytes.
     """
@@ -220,3 +220,10 @@ class Launcher(threading.local):
         if status:
             where = f"launching {self._kernel.binary.entry} on device {self._kernel.device_index}"
             raise DriverError(f"{where}: {_describe(status)}")
+
+
+class LauncherOfThread(threading.local):
+    """A `Launcher` of its own for each thread that asks."""
+
+    def __init__(self, *arguments):
+        self.launcher = Launcher(*arguments)

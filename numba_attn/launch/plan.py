@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import os
 import threading
-from collections.abc import Hashable, Mapping
+from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import replace
 
-from numba_attn.kernel import Kernel, Launch, Workspace
+from numba_attn.kernel import OPERANDS, Kernel, Launch, Workspace
 from numba_attn.launch import compiler
-from numba_attn.launch.driver import Launcher, LoadedKernel, device_facts
+from numba_attn.launch.driver import LauncherOfThread, LoadedKernel, device_facts
 from numba_attn.problem import Problem, View
 from numba_attn.tensor import ArgumentBuffer
 
@@ -28,22 +28,24 @@ class Plan:
     ):
         self.workspace = dict(workspace)
         self._steps = []
+        places = {name: place for place, name in enumerate((*OPERANDS, *workspace))}
         for launch in launches:
             buffer = ArgumentBuffer([None if name == "scale" else layouts[name] for name in launch.args])
             kernel = _loaded(launch, workspace, device_index)
-            launcher = Launcher(kernel, launch.grid, launch.threads, launch.cluster, buffer.template)
+            of_thread = LauncherOfThread(kernel, launch.grid, launch.threads, launch.cluster, buffer.template)
             slots = list(zip(launch.args, buffer.positions, strict=True))
-            pointers = [(name, position // 8) for name, position in slots if name != "scale"]
-            scales = [position // 4 for name, position in slots if name == "scale"]
-            self._steps.append((launcher, pointers, scales))
+            words = [(position // 8, places[name]) for name, position in slots if name != "scale"]
+            floats = [position // 4 for name, position in slots if name == "scale"]
+            self._steps.append((of_thread, words, floats))
 
-    def run(self, stream: int, pointers: Mapping[str, int], scale: float) -> None:
-        """Launch on `stream`, with the address of each operand and workspace by name."""
-        for launcher, arrays, scales in self._steps:
-            words = launcher.words
-            for name, word in arrays:
-                words[word] = pointers[name]
-            for position in scales:
+    def run(self, stream: int, pointers: Sequence[int], scale: float) -> None:
+        """Launch on `stream`, with the addresses of the arrays of `OPERANDS` and of the workspaces, in this order."""
+        for of_thread, words, floats in self._steps:
+            launcher = of_thread.launcher
+            buffer = launcher.words
+            for word, place in words:
+                buffer[word] = pointers[place]
+            for position in floats:
                 launcher.floats[position] = scale
             launcher.launch(stream)
 

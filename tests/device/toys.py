@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 
 from numba_attn import sim
-from numba_attn.kernel import Launch, Workspace
+from numba_attn.kernel import OPERANDS, Launch, Workspace
 from numba_attn.launch import Plan, compiler
 from numba_attn.problem import View
 
@@ -30,7 +30,8 @@ def run_on_gpu(kernel, *arrays, threads=32, grid=1, smem_bytes=0) -> None:
         layouts[name] = View(array.shape, tuple(stride // array.itemsize for stride in array.strides))
         pointers[name] = buffer.data_ptr() + array.ctypes.data - base.ctypes.data
     torch.cuda.synchronize()
-    Plan((launch,), workspace, 0, layouts).run(0, pointers, 0.0)
+    # The toys have no operands, only workspaces.
+    Plan((launch,), workspace, 0, layouts).run(0, [0] * len(OPERANDS) + [pointers[n] for n in workspace], 0.0)
     torch.cuda.synchronize()
     for base, buffer in zip(bases, buffers, strict=True):
         base[...] = buffer.cpu().numpy().reshape(base.shape)
