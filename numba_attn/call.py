@@ -136,18 +136,16 @@ class _Calls:
         self._calls: dict[Hashable, Call] = {}
         self._lock = threading.Lock()
         self.get = self._calls.get
-        os.register_at_fork(after_in_child=self._after_fork)
+        if hasattr(os, "register_at_fork"):
+            os.register_at_fork(after_in_child=self._after_fork)
 
     def make(self, key: Hashable, *arguments) -> Call:
-        """The call for the key, prepared by one thread while the others wait."""
+        """The call for the key. No lock is held while it is prepared: `launch` compiles each kernel once by itself."""
+        call = _prepare(*arguments)
         with self._lock:
-            call = self._calls.get(key)
-            if call is None:
-                call = _prepare(*arguments)
-                while len(self._calls) >= KEPT_CALLS:
-                    del self._calls[next(iter(self._calls))]
-                self._calls[key] = call
-            return call
+            while len(self._calls) >= KEPT_CALLS:
+                del self._calls[next(iter(self._calls))]
+            return self._calls.setdefault(key, call)
 
     def _after_fork(self) -> None:
         # A fork copies the lock in whatever state another thread has it.

@@ -278,6 +278,25 @@ def test_warm_calls_prepare_once(launches):
     assert len(launches) == 3
 
 
+def test_a_call_does_not_wait_for_another_that_is_prepared(launches, monkeypatch):
+    prepare, entered, done = call.launch.prepare, threading.Event(), threading.Event()
+
+    def slowly(kernel, problem, device_index, layouts):
+        if problem.Lq == 3:
+            entered.set()
+            assert done.wait(30)
+        return prepare(kernel, problem, device_index, layouts)
+
+    monkeypatch.setattr(call.launch, "prepare", slowly)
+    cold = threading.Thread(target=numba_attn.attention, args=tensors(q=(1, 1, 3, 4), k=(1, 1, 7, 4), v=(1, 1, 7, 4)))
+    cold.start()
+    assert entered.wait(30)
+    numba_attn.attention(*tensors())
+    done.set()
+    cold.join()
+    assert len(launches) == 2
+
+
 def test_kept_calls_are_bounded(launches, monkeypatch):
     monkeypatch.setattr(call, "KEPT_CALLS", 16)
     for length in range(1, 100):
