@@ -144,9 +144,10 @@ numba_attn.attention(q, q, q)
 torch.cuda.synchronize()
 print(time.perf_counter() - start)
 """
-    cache = str(tmp_path / "cache")
-    cold = float(run_python(code, NUMBA_ATTN_CACHE_DIR=cache)[0])
-    warm = min(float(run_python(code, NUMBA_ATTN_CACHE_DIR=cache)[0]) for _ in range(2))
+    # The least of two: other tests may run beside this one.
+    caches = [str(tmp_path / name) for name in ("one", "two")]
+    cold = min(float(run_python(code, NUMBA_ATTN_CACHE_DIR=cache)[0]) for cache in caches)
+    warm = min(float(run_python(code, NUMBA_ATTN_CACHE_DIR=cache)[0]) for cache in caches)
     assert cold < 3 and warm < 0.3, (cold, warm)
 
 
