@@ -460,6 +460,31 @@ def test_a_write_that_fails_leaves_nothing(folder, monkeypatch):
 # Binaries and arguments
 
 
+@pytest.mark.skipif(not hasattr(os, "fork"), reason="no fork on this system")
+def test_a_fork_in_the_middle_of_a_compilation():
+    run_python(
+        """
+        import gc, os, threading
+        from numba_attn.launch import compiler
+        inside, done = threading.Event(), threading.Event()
+        def compile():
+            with compiler._compilation():
+                inside.set()
+                done.wait()
+        thread = threading.Thread(target=compile)
+        thread.start()
+        inside.wait()
+        child = os.fork()
+        if child == 0:
+            os._exit(0 if gc.isenabled() and compiler._compiling.acquire(timeout=5) else 1)
+        status = os.waitpid(child, 0)[1]
+        done.set()
+        thread.join()
+        assert status == 0 and gc.isenabled()
+        """
+    )
+
+
 def test_report():
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv(cache.ENVIRONMENT_VARIABLE, os.devnull + "/cache")

@@ -7,6 +7,7 @@ anything.
 from __future__ import annotations
 
 import gc
+import os
 import re
 import threading
 from collections.abc import Mapping
@@ -24,6 +25,18 @@ FLAGS = {"fastmath": False, "output": "ltoir", "device": False, "abi": "numba"}
 """fastmath would flush denormals and approximate divisions: never for a kernel that is held to a class of accuracy."""
 
 _compiling = threading.Lock()
+
+
+def _after_fork() -> None:
+    """Undo what a compilation in another thread of the parent had in hand."""
+    global _compiling
+    if _compiling.locked():
+        gc.enable()
+    _compiling = threading.Lock()
+
+
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(after_in_child=_after_fork)
 
 
 @contextmanager
