@@ -44,6 +44,27 @@ class Loader:
             for name in changed:
                 _install(name, originals[name])
 
+    def reached(self) -> dict[str, list[range]]:
+        """Lines of each module's top-level definitions that the kernel's file uses, directly or through others."""
+        trees = {name: ast.parse(inspect.getsource(sys.modules[name])) for name in self.modules}
+        imported = {name: _imported(tree) for name, tree in trees.items()}
+        defined = {name: _defined(tree) for name, tree in trees.items()}
+        lines: dict[str, list[range]] = {name: [] for name in self.modules}
+        todo, seen = list(_imported(ast.parse(self.source)).values()), set()
+        while todo:
+            module, name = todo.pop()
+            if (module, name) in seen or module not in trees:
+                continue
+            seen.add((module, name))
+            node = defined[module].get(name)
+            if node is None:
+                todo += [imported[module][name]] if name in imported[module] else []
+                continue
+            lines[module].append(range(node.lineno, node.end_lineno + 1))
+            for used in {inner.id for inner in ast.walk(node) if isinstance(inner, ast.Name)}:
+                todo.append(imported[module].get(used, (module, used)))
+        return lines
+
     def _visit(self, source: str) -> set[str]:
         imported = set()
         for node in ast.walk(ast.parse(source)):
@@ -70,6 +91,21 @@ class Loader:
         finally:
             del sys.modules[spec.name]
         return module
+
+
+def _imported(tree: ast.Module) -> dict[str, tuple[str, str]]:
+    """Names that a source imports from modules of verbs: what each is there."""
+    return {
+        alias.asname or alias.name: (node.module, alias.name)
+        for node in ast.walk(tree)
+        if isinstance(node, ast.ImportFrom) and (node.module or "").startswith(PACKAGE + ".")
+        for alias in node.names
+    }
+
+
+def _defined(tree: ast.Module) -> dict[str, ast.stmt]:
+    """Functions and classes at the top of a source, by name."""
+    return {node.name: node for node in tree.body if isinstance(node, ast.FunctionDef | ast.ClassDef)}
 
 
 def _install(name: str, module) -> None:

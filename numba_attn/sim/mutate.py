@@ -146,8 +146,8 @@ def run(
         cases: the calls to try, cheap ones first. None: `CASES`.
         progress: called after each mutant with its number, their count and its row.
         name: what the file calls its `Kernel`.
-        verbs: modules whose verbs are mutated too. None: those of `numba_attn.device` that the kernel
-            depends on.
+        verbs: modules whose verbs are mutated too, as far as the kernel uses them. None: all of `numba_attn.device`
+            that it depends on.
         equivalent: TOML file of the mutants known to be equivalent. None: the repository's own, if there is one.
 
     Raises:
@@ -159,9 +159,12 @@ def run(
         kernel = loader.kernel()
         cases, limits = _baseline(kernel, CASES if cases is None else cases)
         known = _known(EQUIVALENT if equivalent is None else Path(equivalent), kernel.name)
-        modules = loader.modules if verbs is None else verbs
+        reached = loader.reached()
         found = [(None, mutant) for mutant in mutants(path)]
-        found += [(module, mutant) for module in modules for mutant in mutants(importlib.import_module(module))]
+        for module in loader.modules if verbs is None else verbs:
+            for mutant in mutants(importlib.import_module(module)):
+                if any(mutant.line in lines for lines in reached[module]):
+                    found.append((module, mutant))
         rows = []
         for number, (module, mutant) in enumerate(found, 1):
             start = time.perf_counter()
