@@ -144,11 +144,12 @@ numba_attn.attention(q, q, q)
 torch.cuda.synchronize()
 print(time.perf_counter() - start)
 """
-    # The least of two: other tests may run beside this one.
-    caches = [str(tmp_path / name) for name in ("one", "two")]
-    cold = min(float(run_python(code, NUMBA_ATTN_CACHE_DIR=cache)[0]) for cache in caches)
-    warm = min(float(run_python(code, NUMBA_ATTN_CACHE_DIR=cache)[0]) for cache in caches)
-    assert cold < 3 and warm < 0.3, (cold, warm)
+    # Cold, then cached. Other tests may run beside this one, so one try of several has to be quick.
+    for cache in (str(tmp_path / str(i)) for i in range(6)):
+        cold, warm = (float(run_python(code, NUMBA_ATTN_CACHE_DIR=cache)[0]) for _ in range(2))
+        if cold < 3 and warm < 0.3:
+            return
+    pytest.fail(f"the last try took {cold:.2f} s cold and {warm:.2f} s from the cache")
 
 
 def test_import_touches_no_gpu():
