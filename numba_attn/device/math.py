@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import numpy as np
+from llvmlite import ir
 from numba.cuda import types
 from numba.cuda.extending import intrinsic
 
 from numba_attn.device.verb import twin_of
 
 LOG2E = np.float32(1.4426950408889634)
+LN2 = np.float32(0.6931471805599453)
 
 
 def cdiv(a: int, b: int) -> int:
@@ -34,3 +36,33 @@ def _fma(thread, a, b, c):
 
 
 _ONE = np.float32(1)  # times a Python float: the fastest way to round to fp32
+
+
+@intrinsic
+def bits(typingctx, x):
+    """The 32 bits of an fp32 number as a signed integer; those of magnitudes are ordered as these are, NaN last."""
+
+    def codegen(context, builder, signature, args):
+        return builder.bitcast(context.cast(builder, args[0], signature.args[0], types.float32), ir.IntType(32))
+
+    return types.int32(x), codegen
+
+
+@twin_of(bits)
+def _bits(thread, x):
+    return int(np.float32(x).view(np.int32))
+
+
+@intrinsic
+def from_bits(typingctx, i):
+    """The fp32 number of 32 bits."""
+
+    def codegen(context, builder, signature, args):
+        return builder.bitcast(context.cast(builder, args[0], signature.args[0], types.int32), ir.FloatType())
+
+    return types.float32(i), codegen
+
+
+@twin_of(from_bits)
+def _from_bits(thread, i):
+    return np.int32(i).view(np.float32)

@@ -66,9 +66,45 @@ def emit_ex2(builder, x):
     return _emit(builder, "ex2.approx.f32 $0, $1;", _F32, [x], "=f,f")
 
 
+def emit_ex2_ftz(builder, x):
+    """`ex2.approx.ftz.f32 d, x`: 2^x within 2 ulp, 0 where that is below 2^-126: a third of the instructions."""
+    return _emit(builder, "ex2.approx.ftz.f32 $0, $1;", _F32, [x], "=f,f")
+
+
 def emit_max(builder, a, b):
     """`max.f32 d, a, b`: the larger one; NaN only if both are."""
     return _emit(builder, "max.f32 $0, $1, $2;", _F32, [a, b], "=f,f,f")
+
+
+def emit_ldmatrix_x4(builder, address, *, transposed: bool):
+    """`ldmatrix.sync.aligned.m8n8.x4[.trans].shared.b16` (sm_75): four 8 x 8 matrices of halves, four 32-bit registers.
+
+    address: 32-bit shared address of this lane's row of 16 bytes, aligned to them. Lane map: see `fragments`. All 32
+    lanes must be there.
+    """
+    trans = ".trans" if transposed else ""
+    text = f"ldmatrix.sync.aligned.m8n8.x4{trans}.shared.b16 {{$0, $1, $2, $3}}, [$4];"
+    result = ir.LiteralStructType([_I32] * 4)
+    registers = _emit(builder, text, result, [address], "=r,=r,=r,=r,r", memory=True, convergent=True)
+    return [builder.extract_value(registers, i) for i in range(4)]
+
+
+def emit_mma_m16n8k16(builder, a, b, c):
+    """`mma.sync.aligned.m16n8k16.row.col.f32.f16.f16.f32` (sm_80): C + A B, fp16 products summed in fp32.
+
+    a: four, b: two 32-bit registers of two halves, c: four fp32. Lane map: see `fragments`. The sum is truncated, not
+    rounded. All 32 lanes must be there.
+    """
+    text = "mma.sync.aligned.m16n8k16.row.col.f32.f16.f16.f32 {$0,$1,$2,$3}, {$4,$5,$6,$7}, {$8,$9}, {$10,$11,$12,$13};"
+    result = ir.LiteralStructType([_F32] * 4)
+    constraints = ",".join(["=f"] * 4 + ["r"] * 6 + ["0", "1", "2", "3"])
+    registers = _emit(builder, text, result, [*a, *b, *c], constraints, convergent=True)
+    return [builder.extract_value(registers, i) for i in range(4)]
+
+
+def emit_halves(builder, low, high):
+    """`cvt.rn.f16x2.f32 d, high, low` (sm_80): two fp32 rounded to halves, packed in 32 bits."""
+    return _emit(builder, "cvt.rn.f16x2.f32 $0, $1, $2;", _I32, [high, low], "=r,f,f")
 
 
 @intrinsic

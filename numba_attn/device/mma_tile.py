@@ -1,0 +1,237 @@
+"""Verbs on tiles of halves: S = Q K^T, the online softmax in fragments, O = alpha O + P V.
+
+A warp owns whole rows. S[i, j, r] and O[i, j, r] are register r of the fragment (see `fragments`) of rows 16 i .. + 15
+and columns 8 j .. + 7; a value per row is [i, h] for row 16 i + 8 h + lane // 4, the same in the four lanes of a row.
+Operands are images in shared memory (see `split_half`).
+
+Every product of fp32 numbers is three of halves, small ones first: they meet a small sum. The tensor core truncates its
+sums, so each sum starts from zero after a few steps and is added up in fp32, where it rounds to nearest.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+
+from numba_attn.device.fragments import K, M, N
+from numba_attn.device.split_half import CHUNK, ROW_BYTES, plane_bytes, split
+from numba_attn.device.unrolled import unrolled
+from numba_attn.device.verb import verb
+
+
+@verb
+def lane_of_rows(lane):
+    """This lane's part of the addresses of four 8 x 8 matrices, stacked by rows first, then by chunks."""
+    r = lane & 7
+    return ((lane >> 3 & 1) * 8 + r) * ROW_BYTES + (((lane >> 4) ^ r) << 4)
+
+
+@verb
+def lane_of_chunks(lane):
+    """The same for four matrices that stand side by side by chunks first, then by rows."""
+    r = lane & 7
+    return ((lane >> 4) * 8 + r) * ROW_BYTES + (((lane >> 3 & 1) ^ r) << 4)
+
+
+def _load(e, address, rows: int, columns: int, row: int, chunk: int, transposed: bool = False):
+    """hi and lo of four 8 x 8 matrices of an image, from a row and an even chunk on."""
+    # The lane's part holds its chunk's place in bits 4 to 6: another chunk of the block is one exclusive or away.
+    block, place = divmod(chunk, CHUNK)
+    start = (address ^ (place << 4)) + (block * rows + row) * ROW_BYTES
+    return e.ldmatrix(start, transposed), e.ldmatrix(start + plane_bytes(rows, columns), transposed)
+
+
+def _half_of(pair, n: int) -> tuple:
+    """(hi, lo) of the n-th of the two B fragments that four matrices make."""
+    hi, lo = pair
+    return hi[2 * n : 2 * n + 2], lo[2 * n : 2 * n + 2]
+
+
+SMALL_FIRST = ((1, 0), (0, 1), (0, 0))
+"""The three products, as which half (0: hi, 1: lo) of the left and of the right operand they take."""
+
+
+def _products(e, lefts: list, rights: list) -> list:
+    """sum_k lefts[i][k] rights[n][k] for all i and n, from zero: lists over k of (hi, lo) fragments.
+
+    Small products first; neighbours in the code belong to different sums, so that none waits for the one before it.
+    """
+    sums = {(i, n): [e.number(0.0)] * 4 for i in range(len(lefts)) for n in range(len(rights))}
+    steps = range(len(lefts[0]))
+    order = [(k, a, b) for k in steps for a, b in ((1, 0), (0, 1))] + [(k, 0, 0) for k in steps]
+    for k, a, b in order:
+        for i, n in sums:
+            sums[i, n] = e.mma(lefts[i][k][a], rights[n][k][b], sums[i, n])
+    return sums
+
+
+def scores(q_rows: int, q_image_rows: int, k_rows: int, columns: int, chain: int):
+    """The verb `qk(S, q, k)`: S = Q K^T, in units of both tiles' scales.
+
+    q, k: shared addresses of the images plus `lane_of_rows` and `lane_of_chunks`; that of Q may hold more rows than
+    the warp's. A sum moves on to fp32 after `chain` steps of 16 columns.
+    """
+    m_tiles, n_tiles, steps = range(q_rows // M), range(k_rows // N), range(-(-columns // K))
+
+    @unrolled
+    def qk(e, S, q, k):
+        total = {}
+        for first in steps[::chain]:
+            sums = {(i, j): [e.number(0.0)] * 4 for i in m_tiles for j in n_tiles}
+            for step in steps[first : first + chain]:
+                rows = [_load(e, q, q_image_rows, columns, M * i, 2 * step) for i in m_tiles]
+                for j in n_tiles[::2]:
+                    keys = _load(e, k, k_rows, columns, N * j, 2 * step)
+                    for a, b in SMALL_FIRST:
+                        for i in m_tiles:
+                            for n in range(2):
+                                sums[i, j + n] = e.mma(rows[i][a], _half_of(keys, n)[b], sums[i, j + n])
+            for place, registers in sums.items():
+                before = total.get(place)
+                total[place] = [a + b for a, b in zip(before, registers, strict=True)] if before else registers
+        for (i, j), registers in total.items():
+            for r, x in enumerate(registers):
+                S[i, j, r] = x
+
+    return qk
+
+
+def masked(q_rows: int, k_rows: int):
+    """The verb `mask(S, ends)`: -inf where the column is ends[i, h] or more, counted from this lane's first one."""
+
+    @unrolled
+    def mask(e, S, ends):
+        for i in range(q_rows // M):
+            for j in range(k_rows // N):
+                for r in range(4):
+                    S[i, j, r] = e.where(ends[i, r // 2] > N * j + r % 2, S[i, j, r], -np.inf)
+
+    return mask
+
+
+def softmax(q_rows: int, k_rows: int):
+    """The verb `step(S, m, l, alpha, ratio, inverse, factor, peak)`: one step of the online softmax.
+
+    S is in units of its tile, m in those of the head: ratio, a power of two, turns the first into the second, inverse
+    is 1 / ratio, and factor turns an m into an exponent of 2.
+
+        m_new = max(m, ratio max S)     alpha = 2^(factor (m - m_new))     P = 2^(factor (ratio S - m_new))
+        l = alpha l + sum P, over this lane's own columns
+
+    S becomes peak P. Differences come first: where they are small, and count, they have the precision of small numbers.
+    """
+
+    @unrolled
+    def step(e, S, m, l, alpha, ratio, inverse, factor, peak):
+        tile_factor = factor * ratio
+        for i in range(q_rows // M):
+            for h in range(2):
+                places = [(i, j, 2 * h + r) for j in range(k_rows // N) for r in range(2)]
+                highest = _tree(e.max, [S[place] for place in places])
+                for distance in (1, 2):
+                    highest = e.max(highest, e.shfl_xor(highest, distance))
+                m_old, m_new = m[i, h], e.max(m[i, h], highest * ratio)
+                # For a row that has met no key: 2^(-inf - 0) is 0 where 2^(-inf - -inf) is NaN.
+                base = e.where(m_new > -np.inf, m_new, 0.0)
+                alpha[i, h] = e.ex2((m_old - base) * factor)
+                m[i, h] = m_new
+                base = base * inverse
+                probabilities = [e.ex2((S[place] - base) * tile_factor) for place in places]
+                for place, p in zip(places, probabilities, strict=True):
+                    S[place] = p * peak
+                l[i, h] = e.fma(l[i, h], alpha[i, h], _tree(lambda a, b: a + b, probabilities))
+
+    return step
+
+
+def _tree(combine, values: list):
+    """All values combined, in pairs."""
+    while len(values) > 1:
+        left = values[-1:] if len(values) % 2 else []
+        values = [combine(a, b) for a, b in zip(values[::2], values[1::2], strict=False)] + left
+    return values[0]
+
+
+def outputs(q_rows: int, k_rows: int, columns: int, chain: int):
+    """The verb `pv(O, P, alpha, v)`: O = alpha O + P V, P split in the registers that S was summed in.
+
+    v: shared address of the image plus `lane_of_rows`. A sum starts anew after `chain` steps of 16 keys.
+    """
+    m_tiles = range(q_rows // M)
+
+    @unrolled
+    def pv(e, O, P, alpha, v):
+        lefts = [[_left_fragment(e, P, i, step) for step in range(k_rows // K)] for i in m_tiles]
+        for j in range(0, -(-columns // K) * 2, 2):
+            for first in range(0, k_rows // K, chain):
+                steps = range(first, min(first + chain, k_rows // K))
+                values = [_load(e, v, k_rows, columns, K * step, j, transposed=True) for step in steps]
+                rights = [[_half_of(pair, n) for pair in values] for n in range(2)]
+                sums = _products(e, [[left[step] for step in steps] for left in lefts], rights)
+                for (i, n), registers in sums.items():
+                    for r, x in enumerate(registers):
+                        before = O[i, j + n, r]
+                        O[i, j + n, r] = before + x if first else e.fma(before, alpha[i, r // 2], x)
+
+    return pv
+
+
+def _left_fragment(e, P, i: int, step: int) -> tuple:
+    """(hi, lo) of P's columns 16 step .. + 15 as a left operand."""
+    places = [(j, 2 * h) for j in (2 * step, 2 * step + 1) for h in range(2)]
+    pairs = [split(e, P[i, j, r], P[i, j, r + 1]) for j, r in places]
+    return [hi for hi, _ in pairs], [lo for _, lo in pairs]
+
+
+def start(q_rows: int, columns: int):
+    """The verb `start(O, m, l)`: O = 0, m = -inf, l = 0."""
+
+    @unrolled
+    def start(e, O, m, l):
+        for i in range(q_rows // M):
+            for h in range(2):
+                m[i, h], l[i, h] = -np.inf, 0.0
+            for j in range(-(-columns // K) * 2):
+                for r in range(4):
+                    O[i, j, r] = 0.0
+
+    return start
+
+
+def finish(q_rows: int, columns: int, pair: bool):
+    """The verb `finish(gO, O, l, unit, row0, lane)`: gO[row0 + row, column] = unit O / l, within gO.
+
+    l is summed over the four lanes of a row first, in place. With `pair`, columns are written two at once.
+    """
+
+    @unrolled
+    def store(e, gO, O, l, unit, row, col, rows, columns_left):
+        for i in range(q_rows // M):
+            for h in range(2):
+                total = l[i, h]
+                for distance in (1, 2):
+                    total = total + e.shfl_xor(total, distance)
+                l[i, h] = total
+                inverse = e.where(total > 0.0, e.number(1.0) / total, 0.0)
+                at = row + (M * i + 8 * h)
+                for j in range(-(-columns // N)):
+                    values = [O[i, j, 2 * h + r] * inverse * unit for r in range(2)]
+                    for r in range(0, 2, 2 if pair else 1):
+                        place = (at, col + (N * j + r))
+                        inside = (at < rows) & (place[1] < columns_left)
+                        e.store(gO, place, values if pair else values[r : r + 1], inside)
+
+    @verb
+    def finish(gO, O, l, unit, row0, lane):
+        store(gO, O, l, unit, row0 + (lane >> 2), 2 * (lane & 3), gO.shape[0], gO.shape[1])
+
+    return finish
+
+
+def ring(slots: int):
+    """The verb `following(slot)`: the next slot of a ring."""
+
+    @verb
+    def following(slot):
+        return slot + 1 if slot < slots - 1 else 0
+
+    return following

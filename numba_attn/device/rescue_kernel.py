@@ -1,0 +1,79 @@
+"""The launch that does in plain fp32 what was left undone: blocks of query rows that halves would not serve.
+
+A warp takes a row, one key at a time; lane t has the columns t + 32 i. Keys that do not count are never read, so a NaN
+or Inf stays where it is. Blocks with nothing to do return at once.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from numba import cuda, float32
+
+from numba_attn.device.mask import Mask
+from numba_attn.device.softmax import NEG_INF, ZERO, exp, finite_max, log_sum_exp, reciprocal, warp_sum
+from numba_attn.device.tile import WARP
+
+
+@dataclass(frozen=True)
+class RescueConfig:
+    block_m: int
+    registers: int
+    """Columns of a row per lane."""
+    is_causal: bool
+    threads: int
+
+
+def build_rescue(config: RescueConfig):
+    """`rescue(Q, K, V, unsafe, O, lse, scale)`: the blocks [head, m_block] where `unsafe` is not 0."""
+    BLOCK_M, REGISTERS, WARPS = config.block_m, config.registers, config.threads // WARP
+    end_of_row = Mask(config.is_causal).end
+
+    @cuda.jit
+    def rescue(Q, K, V, unsafe, O, lse, scale):
+        # who am I: block -> batch, head, m_block; a warp takes every WARPS-th row of it
+        H, Lq, D, Lk, Dv = Q.shape[1], Q.shape[2], Q.shape[3], K.shape[2], O.shape[3]
+        m_blocks = unsafe.shape[1]
+        head, m_block = cuda.blockIdx.x // m_blocks, cuda.blockIdx.x % m_blocks
+        if unsafe[head, m_block] == 0:
+            return
+        b, h = head // H, head % H
+        tid = cuda.threadIdx.x
+        warp, lane = tid >> 5, tid & 31
+        gQ, gK, gV = Q[b, h], K[b, h], V[b, h]
+        q = cuda.local.array(REGISTERS, float32)
+        acc = cuda.local.array(REGISTERS, float32)
+
+        for row in range(m_block * BLOCK_M + warp, min((m_block + 1) * BLOCK_M, Lq), WARPS):
+            # load Q, reset m, l, acc
+            for i in range(REGISTERS):
+                d = lane + WARP * i
+                q[i] = gQ[row, d] if d < D else ZERO
+                acc[i] = ZERO
+            m, l = NEG_INF, ZERO
+            n_end = end_of_row(row, Lk)
+
+            for col in range(n_end):
+                s = ZERO
+                for i in range(REGISTERS):
+                    d = lane + WARP * i
+                    s += q[i] * gK[col, d] if d < D else ZERO
+                s = warp_sum(s) * scale
+                m_new = max(m, s)
+                base = finite_max(m_new)
+                alpha, p = exp(m - base), exp(s - base)
+                m, l = m_new, l * alpha + p
+                for i in range(REGISTERS):
+                    d = lane + WARP * i
+                    acc[i] = acc[i] * alpha + (p * gV[col, d] if d < Dv else ZERO)
+
+            # finish: O = acc / l, lse = m + ln l
+            inverse = reciprocal(l, n_end > 0)
+            for i in range(REGISTERS):
+                d = lane + WARP * i
+                if d < Dv:
+                    O[b, h, row, d] = acc[i] * inverse
+            if lane == 0 and row < lse.shape[2]:
+                lse[b, h, row] = log_sum_exp(m, l)
+
+    return rescue

@@ -1,0 +1,173 @@
+"""fp32 numbers as pairs of fp16 halves: scales, images of tiles, and when a split loses nothing.
+
+    x 2^e = hi + lo     hi = fp16(x 2^e)     lo = fp16(x 2^e - hi)     a b = hi hi + hi lo + lo hi (+ lo lo, dropped)
+
+One exponent e serves a tile of rows: its largest number comes to lie in [2^14, 2^15). Then hi + lo is off by 2^-23 of
+x, or by 2^-39 of the tile's largest number where x is small; the dropped product is 2^-22 of a b at most.
+
+The image of a tile, in global and in shared memory: first the plane of hi, then that of lo. A plane is a sequence of
+column blocks of 64 halves; in a block each row takes 128 bytes, in eight chunks of 16; chunk c of row r is at
+position c ^ (r % 8). Eight rows of one chunk, what `ldmatrix` reads at once, so lie in different banks.
+
+Halves are as good as fp32 where no sum is made of numbers that lost digits alone. Each tile has a record of what
+decides that (`AMAX` ..), and `is_safe` holds for a block of rows of Q against all keys if
+
+  - every number is finite;
+  - scale D max|Q| max|K| <= 2^15: 2^-39 of that is less than a rounding of the score's exponential; or else most
+    elements of each row of Q and K reach 2^-4 and 2^-6 of the largest one, so that some large ones meet in each
+    score, and its rounding errors in fp32 are larger than what was lost;
+  - no row of V but zero rows is smaller than 2^-12 of the largest: P is split together with its tile's scale.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+
+from numba_attn.device.math import bits, from_bits
+from numba_attn.device.softmax import ZERO, warp_max
+from numba_attn.device.tile import WARP
+from numba_attn.device.unrolled import unrolled
+from numba_attn.device.verb import verb
+
+CHUNK = 8
+"""Halves in 16 bytes."""
+BLOCK_COLUMNS = 64
+ROW_BYTES = 2 * BLOCK_COLUMNS
+WORD_BYTES = 4
+PEAK_LOG2 = 14
+"""Exponent of a tile's largest number: its half stays finite, whatever it rounds to."""
+PEAK = np.float32(2.0**PEAK_LOG2)
+"""What a probability of 1 is split as."""
+
+AMAX, LEVEL, ROW_MIN, UNSCALE = range(4)
+"""The record of a tile: its largest magnitude, inf if an element is not finite; the magnitude that more than half of
+the elements of each row but zero rows reach, 0 if there is none; the largest magnitude of the smallest row but zero
+rows; 2^-e."""
+RECORD = 4
+DENSE = np.float32(2.0**-4)
+"""Of a tile's largest magnitude: what more than half of a row must reach for LEVEL to be that."""
+Q_LEVEL, K_LEVEL, V_SPREAD = np.float32(2.0**-4), np.float32(2.0**-6), np.float32(2.0**-12)
+MAX_SCORE = np.float32(2.0**15)
+INF = np.float32(np.inf)
+LEAST_RATIO = np.float32(2.0**-100)
+LOWEST, HIGHEST = np.float32(2.0**-126), np.float32(np.finfo(np.float32).max)
+
+
+def padded(columns: int) -> int:
+    """Columns of an image: whole blocks."""
+    return -(-columns // BLOCK_COLUMNS) * BLOCK_COLUMNS
+
+
+def plane_bytes(rows: int, columns: int) -> int:
+    return 2 * rows * padded(columns)
+
+
+def image_bytes(rows: int, columns: int) -> int:
+    """Both planes of one tile."""
+    return 2 * plane_bytes(rows, columns)
+
+
+def image_words(rows: int, columns: int) -> int:
+    return image_bytes(rows, columns) // WORD_BYTES
+
+
+@verb
+def scales(peak):
+    """(2^e, 2^-e) of a tile whose largest magnitude has the bits `peak`.
+
+    e is at most 126: numbers below 2^-112 keep all their bits at that.
+    """
+    exponent = min(PEAK_LOG2 + 127 - (peak >> 23), 126)
+    return from_bits((127 + exponent) << 23), from_bits((127 - exponent) << 23)
+
+
+@verb
+def ratio_of(unscale, head_scale):
+    """2^-e of a tile in units of its head's largest one: at most 1. A tile that is 2^-100 of that counts as 0."""
+    return max(unscale * head_scale, LEAST_RATIO)
+
+
+@verb
+def inverse_of(power):
+    """1 / power of a power of 2."""
+    return from_bits((254 << 23) - bits(power))
+
+
+@verb
+def factor_of(scale, q_unscale, k_unscale):
+    """scale times both 2^-e, positive and finite: 0 times inf does not occur, and 2^-126 S is 0 in an exponent."""
+    return min(max(abs(scale) * q_unscale * k_unscale, LOWEST), HIGHEST)
+
+
+@verb
+def extremes(record, first, last, lane):
+    """Over tiles first .. last - 1: largest AMAX, lowest LEVEL, lowest ROW_MIN; the same in every lane."""
+    amax, level, row_min = ZERO, INF, INF
+    for tile in range(first + lane, last, WARP):
+        amax = max(amax, record[tile, AMAX])
+        level = min(level, record[tile, LEVEL])
+        row_min = min(row_min, record[tile, ROW_MIN])
+    return warp_max(amax), -warp_max(-level), -warp_max(-row_min)
+
+
+@verb
+def is_safe(scale_D, q_amax, q_level, k_amax, k_level, v_amax, v_min):
+    """Whether halves lose nothing that plain fp32 keeps; the arguments are `extremes` of the rows and keys involved."""
+    finite = (q_amax < INF) & (k_amax < INF) & (v_amax < INF)
+    small = scale_D * q_amax * k_amax <= MAX_SCORE
+    dense = (q_level >= Q_LEVEL * q_amax) & (k_level >= K_LEVEL * k_amax)
+    return finite & (small | dense) & (v_min >= V_SPREAD * v_amax)
+
+
+def split(e, low, high) -> tuple:
+    """(hi, lo) of two numbers, packed."""
+    hi = e.halves(low, high)
+    hi_low, hi_high = e.unpack(hi)
+    return hi, e.halves(low - hi_low, high - hi_high)
+
+
+def image_word(rows: int):
+    """The verb `word(row, chunk)`: where chunk `chunk` of row `row` starts in the plane of hi, in words."""
+
+    @verb
+    def word(row, chunk):
+        place = (chunk & 7) ^ (row & 7)
+        return ((chunk >> 3) * rows + row) * (ROW_BYTES // WORD_BYTES) + place * 4
+
+    return word
+
+
+def write_image(rows: int, columns: int):
+    """The verb `write(image, word, X, scale)`: both planes of a tile from X[i, 0..7], this thread's chunks.
+
+    X[i] is one chunk of row r + 8 i; `image` a 1-D tensor of words, two halves each, and `word` the place of X[0] in
+    it: the tile's first word plus `image_word(rows)(r, chunk)`.
+    """
+
+    @unrolled
+    def write(e, image, word, X, scale):
+        for i in range(rows // 8):
+            pairs = [split(e, X[i, c] * scale, X[i, c + 1] * scale) for c in range(0, CHUNK, 2)]
+            at = word + i * (8 * ROW_BYTES // WORD_BYTES)
+            e.store(image, (at,), [hi for hi, _ in pairs])
+            e.store(image, (at + plane_bytes(rows, columns) // WORD_BYTES,), [lo for _, lo in pairs])
+
+    return write
+
+
+def copy_image(n_bytes: int, threads: int):
+    """The verb `copy(target, image, word, tid)`: n_bytes of an image to shared memory, asynchronously, by all threads.
+
+    target: shared address; word: first word in `image`, a 1-D tensor.
+    """
+    per_turn = 16 * threads
+    if n_bytes % per_turn:
+        raise ValueError(f"{threads} threads do not share {n_bytes} bytes evenly, 16 bytes each")
+
+    @unrolled
+    def copy(e, target, image, word, tid):
+        source, target = e.address(image, word + tid * 4), target + tid * 16
+        for start in range(0, n_bytes, per_turn):
+            e.copy_async(target, source, start)
+
+    return copy
