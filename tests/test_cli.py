@@ -344,19 +344,8 @@ def test_a_file_called_like_a_module_of_pythons_still_counts_for_the_cache(tmp_p
 
 def test_bench_of_a_kernel_of_ones_own(call, fake_gpu, tmp_path):
     file = broken_kernel(tmp_path, "m, l = NEG_INF, ZERO", "l, m = ZERO, NEG_INF")
-    status, out, _ = call(
-        "bench",
-        "--seconds",
-        "0.01",
-        "--problem",
-        "b2_h2_q5_k7_d4",
-        "--kernel",
-        file,
-        "--kernel",
-        "warp_tile_fp32",
-        "--kernel",
-        "warp_tile_fp32",
-    )
+    kernels = ("--kernel", file, "--kernel", "warp_tile_fp32", "--kernel", "warp_tile_fp32")
+    status, out, _ = call("bench", "--seconds", "0.01", "--problem", "b2_h2_q5_k7_d4", *kernels)
     assert status == 0
     rows = [line.split("  ")[0] for line in out.splitlines() if line.startswith("warp_tile")]
     assert rows == ["warp_tile_fp32 (given)", "warp_tile_fp32"]
