@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 from collections.abc import Sequence
 from dataclasses import asdict
+from functools import cache
 from importlib.util import find_spec
 from pathlib import Path
 from types import SimpleNamespace
@@ -69,6 +70,14 @@ def complete_commit_info(commit_info: dict) -> None:
     commit_info["project"] = "numba_attn"
 
 
+@cache
+def _host_facts() -> dict:
+    """pytest-benchmark's own facts; it takes a second to find them."""
+    from pytest_benchmark import plugin
+
+    return plugin.pytest_benchmark_generate_machine_info()
+
+
 def name_of(measured: Measurement, entry: Entry) -> str:
     return f"test_contender[{measured.known.name}-{entry.name}]"
 
@@ -78,7 +87,7 @@ def document(measurements: Sequence[Measurement]) -> dict:
     from pytest_benchmark import plugin
     from pytest_benchmark.utils import get_commit_info
 
-    machine_info = plugin.pytest_benchmark_generate_machine_info()
+    machine_info = {**_host_facts()}
     complete_machine_info(machine_info)
     commit_info = get_commit_info()
     complete_commit_info(commit_info)

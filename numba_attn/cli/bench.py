@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from dataclasses import replace
 from pathlib import Path
 
@@ -42,14 +43,13 @@ def run(args) -> int:
     kernels = kernels_of(args.kernel)
     if args.seconds <= 0:
         raise CommandError(f"--seconds is {args.seconds:g}: it must be more than 0", status=2)
-    if args.json is not None:
-        if not args.json.absolute().parent.is_dir():
-            raise CommandError(f"--json: {args.json.absolute().parent} is no directory", status=2)
-        if reason := document.why_unavailable():
-            raise CommandError(f"--json: {reason}")
+    if args.json is not None and (reason := document.why_unavailable()):
+        raise CommandError(f"--json: {reason}")
     if launch.device_count() == 0:
         raise CommandError("no GPU is found: bench times kernels on one")
     require_toolkit()
+    if args.json is not None:
+        make_room(args.json)
     print(f"{launch.device_facts(0).name}: GPU time between events, median of rounds; TF32 off")
     measurements, skipped = [], 0
     with Progress() as progress:
@@ -75,6 +75,17 @@ def run(args) -> int:
     timed = sum(len(measured.timed) for measured in measurements)
     print(f"\n{timed} timed" + (f", {skipped} problems skipped" if skipped else ""))
     return 1 if not timed or any(measured.faults for measured in measurements) else 0
+
+
+def make_room(file: Path) -> None:
+    """Make the file's folder, and find out now whether it can be written."""
+    try:
+        file.parent.mkdir(parents=True, exist_ok=True)
+        why_not = None if os.access(file if file.exists() else file.parent, os.W_OK) else "no permission"
+    except OSError as error:
+        why_not = error.strerror
+    if why_not or file.is_dir():
+        raise CommandError(f"--json: {file} cannot be written: {why_not or 'it is a directory'}", status=2)
 
 
 def chosen_problems(args) -> list[NamedProblem]:

@@ -109,6 +109,17 @@ def test_bench_keeps_what_is_done(call, fake_gpu, tmp_path, monkeypatch):
     assert results.load(tmp_path / "out.json").problems == ["b2_h2_q5_k7_d4_v4_fp32_full"]
 
 
+def test_bench_makes_the_folder_of_its_file(call, fake_gpu, tmp_path):
+    pytest.importorskip("pytest_benchmark")
+    file = tmp_path / "benchmarks" / "results" / "h200.json"
+    assert call(*SMALL, "--kernel", "flash_fp32", "--json", file)[0] == 0
+    assert len(results.load(file).results) == 1
+    status, out, err = call(*SMALL, "--json", file / "out.json")
+    assert (status, out, err.count("\n")) == (2, "", 1)
+    assert f"--json: {file / 'out.json'} cannot be written: " in err
+    assert f"{tmp_path} cannot be written: it is a directory" in call(*SMALL, "--json", tmp_path)[2]
+
+
 def test_bench_without_pytest_benchmark(call, fake_gpu, tmp_path, monkeypatch):
     monkeypatch.setattr(document, "find_spec", lambda name: None)
     status, out, err = call(*SMALL, "--json", tmp_path / "out.json")

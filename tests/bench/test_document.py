@@ -89,8 +89,9 @@ PLUGIN = """
 @pytest.mark.parametrize("option", ["--benchmark-enable", "--benchmark-disable"])
 def test_benchmarks_under_pytest(tmp_path, option):
     (tmp_path / "plugin_of_test.py").write_text(textwrap.dedent(PLUGIN))
-    options = ("-p", "plugin_of_test", option, f"--benchmark-json={tmp_path / 'out.json'}", "-k", "flash_fp32 or default")
-    out = run_pytest(tmp_path, *options, "--rootdir", ROOT, "-c", ROOT / "pyproject.toml", ROOT / "benchmarks")
+    options = ("-p", "plugin_of_test", option, f"--benchmark-json={tmp_path / 'out.json'}")
+    place = ("--rootdir", ROOT, "-c", ROOT / "pyproject.toml", ROOT / "benchmarks")
+    out = run_pytest(tmp_path, *options, "-k", "flash_fp32 or default", *place)
     assert "1 passed, 1 skipped" in out
     assert NO_TORCH in out
     if option == "--benchmark-enable":
