@@ -49,7 +49,7 @@ class Contender:
     """`facts(q, k, v)`: what else is kept with a result."""
 
 
-def ours(kernel: Kernel, problem: Problem, device: Device) -> Contender:
+def ours(kernel: Kernel, problem: Problem, device: Device, refuses_by: tuple = ()) -> Contender:
     if reason := kernel.supports(problem, device):
         return Contender(kernel.name, kernel.accuracy, "", refusal=reason)
     call = partial(api.attention, causal=problem.is_causal, kernel=kernel)
@@ -60,7 +60,7 @@ def ours(kernel: Kernel, problem: Problem, device: Device) -> Contender:
     def judge(sample: Sample, o, lse) -> None:
         sample.check(o, lse, kernel.accuracy)
 
-    code, refuses_by = code_digest(kernel, problem, device), (ValueError, NotImplementedError)
+    code = code_digest(kernel, problem, device)
     return Contender(kernel.name, kernel.accuracy, code, call, run, judge, refuses_by=refuses_by)
 
 
@@ -91,10 +91,12 @@ def contenders(
 ) -> list[Contender]:
     """The kernels and baselines for a problem, those that cannot serve it too, with the reason."""
     torch, why_not = torch_backends.cuda_torch()
-    found = [ours(kernel, problem, device) for kernel in kernels]
     if torch is None:
+        # A kernel that needs a library's arrays says so when it is called with others.
+        refusals = (ValueError, TypeError, NotImplementedError)
+        found = [ours(kernel, problem, device, refusals) for kernel in kernels]
         return found + [without_torch(name, why_not) for name in baselines]
-    return found + [torchs(name, problem, torch) for name in baselines]
+    return [ours(kernel, problem, device) for kernel in kernels] + [torchs(name, problem, torch) for name in baselines]
 
 
 def standard_names(known: NamedProblem, device: Device) -> list[str]:

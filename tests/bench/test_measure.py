@@ -127,6 +127,14 @@ def test_contenders_that_raise(fake_gpu, monkeypatch):
     assert result.faults == [first]
 
 
+def test_with_torch_no_kernel_may_refuse_by_raising(fake_gpu_with_torch, monkeypatch):
+    def attention(*arrays, **options):
+        raise ValueError("bad config")
+
+    monkeypatch.setattr(contenders.api, "attention", attention)
+    assert [entry.why for entry in measured(NAMES).faults] == ["ValueError: bad config"] * len(NAMES)
+
+
 def test_contenders_that_fail_when_they_are_timed(fake_gpu, monkeypatch):
     right = fake_gpu.attention
 
@@ -189,7 +197,8 @@ def test_on_a_gpu():
     known = NamedProblem(make_problem(2, 3, 65, 130, 72, 72), "small")
     result = measure.measure(known, contenders.by_names(known, names, facts), budget_s=0.1)
     assert result.faults == []
-    assert {"torch_default", FIRST} <= {entry.name for entry in result.timed}
+    able = {kernel.name for kernel in KERNELS if kernel.supports(known.problem, facts) is None}
+    assert {"torch_default", "torch_math", *able} <= {entry.name for entry in result.timed}
     assert result.input_sets > 1
     for entry in result.timed:
         info = result.extra_info(entry)
