@@ -1,15 +1,21 @@
-"""What every benchmark shares: the problems, their inputs on the GPU, and what the machine is.
+"""What every benchmark shares: one measurement a problem, and what the machine is.
 
-`pytest benchmarks --benchmark-enable` times; plain `pytest` runs each benchmark once, as a test, on a small problem.
+`pytest benchmarks --benchmark-enable` is the standard run of `python -m numba_attn bench`; plain `pytest` measures a
+small problem once, as a test.
 """
 
 from __future__ import annotations
 
 import pytest
-from problems import AS_A_TEST, PROBLEMS
 
-from numba_attn import launch, versions
-from numba_attn.cli import measure
+from numba_attn import launch
+from numba_attn.bench import document
+from numba_attn.bench.contenders import by_names, standard_names
+from numba_attn.bench.measure import BUDGET_S, DoesNotFitError, Measurement, measure
+from numba_attn.bench.problems import PROBLEMS, NamedProblem, make_problem
+from numba_attn.problem import H200
+
+AS_A_TEST = NamedProblem(make_problem(2, 3, 65, 130, 72, 72), "small", every_kernel=True)
 
 
 @pytest.hookimpl(tryfirst=True)
@@ -20,51 +26,44 @@ def pytest_configure(config) -> None:
 
 
 def pytest_generate_tests(metafunc) -> None:
-    if "problem_name" in metafunc.fixturenames:
-        # A fixture of session scope, so that one problem's inputs are there at a time.
-        metafunc.parametrize("problem_name", problems(metafunc.config), scope="session")
+    if "contender" in metafunc.fixturenames:
+        device = launch.device_facts(0) if launch.device_count() else H200
+        known = known_problems(metafunc.config).values()
+        places = [(problem.name, name) for problem in known for name in standard_names(problem, device)]
+        metafunc.parametrize(("problem", "contender"), places, ids=map("-".join, places))
 
 
-def problems(config) -> dict:
-    return AS_A_TEST if config._benchmarksession.disabled else PROBLEMS
-
-
-@pytest.fixture(scope="session")
-def problem(problem_name, request):
-    return problems(request.config)[problem_name]
-
-
-@pytest.fixture(scope="session")
-def torch():
-    """torch with TF32 off, or None."""
-    module, _ = measure.cuda_torch()
-    if module is None:
-        yield None
-    else:
-        with measure.tf32_off(module):
-            yield module
+def known_problems(config) -> dict[str, NamedProblem]:
+    problems = [AS_A_TEST] if config._benchmarksession.disabled else PROBLEMS
+    return {problem.name: problem for problem in problems}
 
 
 @pytest.fixture(scope="session")
-def inputs(gpu, problem, torch):
-    """q, k, v on the GPU."""
-    return measure.uniform_inputs(problem, torch)
+def measurements() -> dict[str, Measurement]:
+    """By problem; none of them holds memory on the GPU."""
+    return {}
 
 
-@pytest.fixture(scope="session")
-def sample(inputs, problem) -> measure.Sample:
-    """What some heads must be."""
-    return measure.Sample(*inputs, problem)
-
-
-@pytest.fixture(scope="session")
-def gpu() -> None:
+@pytest.fixture
+def measured(problem, measurements, request) -> Measurement:
+    """The measurement of the problem's contenders among the tests that are run."""
     if launch.device_count() == 0:
         pytest.skip("no GPU is found")
+    if problem not in measurements:
+        known = known_problems(request.config)[problem]
+        params = (item.callspec.params for item in request.session.items if "contender" in item.fixturenames)
+        names = [chosen["contender"] for chosen in params if chosen["problem"] == problem]
+        budget_s = 0.1 if known is AS_A_TEST else BUDGET_S
+        try:
+            measurements[problem] = measure(known, by_names(known, names, launch.device_facts(0)), budget_s)
+        except DoesNotFitError as error:
+            pytest.skip(str(error))
+    return measurements[problem]
 
 
 def pytest_benchmark_update_machine_info(config, machine_info) -> None:
-    machine_info["packages"] = versions.report()
-    if launch.device_count():
-        machine_info["gpu"] = launch.device_facts(0).name
-        machine_info["driver_cuda"] = ".".join(map(str, launch.driver_version()))
+    document.complete_machine_info(machine_info)
+
+
+def pytest_benchmark_update_commit_info(config, commit_info) -> None:
+    document.complete_commit_info(commit_info)

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 from hypothesis import settings
 
-from numba_attn import testing
+from numba_attn import cli, testing
 
 settings.register_profile("repeatable", derandomize=True, deadline=None)
 settings.load_profile("repeatable")
@@ -39,6 +39,18 @@ def rng() -> np.random.Generator:
     return np.random.default_rng(0)
 
 
+@pytest.fixture
+def call(capsys):
+    """Function of arguments that gives exit status, output and errors of a command."""
+
+    def call(*argv):
+        status = cli.main([str(arg) for arg in argv])
+        out, err = capsys.readouterr()
+        return status, out, err
+
+    return call
+
+
 @pytest.fixture(scope="session")
 def to_gpu():
     """Function of a `testing.Placed` that gives a torch CUDA tensor of the same values, strides and offset."""
@@ -61,3 +73,19 @@ def guarded_output(to_gpu):
         return tensor, lambda: guarded.check(tensor._base.cpu().numpy())
 
     return make
+
+
+@pytest.fixture
+def fake_gpu(monkeypatch):
+    """A `fake_gpu.FakeGpu` without torch, and in place of the driver."""
+    import fake_gpu
+
+    return fake_gpu.install(monkeypatch)
+
+
+@pytest.fixture
+def fake_gpu_with_torch(monkeypatch):
+    """The same with torch's CPU tensors and its own attention."""
+    import fake_gpu
+
+    return fake_gpu.install(monkeypatch, pytest.importorskip("torch"))

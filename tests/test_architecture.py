@@ -36,6 +36,10 @@ MAY_IMPORT = (
     (r"call\.py", {"choice", "interop", "launch", "kernels", "kernel", "problem", "versions"}),
     (r"api\.py", {"call", "choice", "interop", "launch", "kernels", "kernel", "problem", "versions"}),
     (r"__init__\.py", {"api", "kernels", "versions"}),
+    (
+        r"bench/.*",
+        {"bench", "api", "choice", "interop", "kernels", "kernel", "launch", "problem", "testing", "versions"},
+    ),
     (r"torch_ops\.py", {"api", "interop", "reference", "problem"}),
     (r"cli(\.py|/.*)|__main__\.py", ANYTHING),
 )
@@ -47,7 +51,8 @@ THIRD_PARTY = {
     "llvmlite": r"device/.*|tensor\.py",
     "cuda": r"launch/.*|interop/device_arrays\.py|versions\.py",
     "greenlet": r"sim/.*",
-    "torch": r"interop/torch_arrays\.py|torch_ops\.py|cli(\.py|/.*)",
+    "torch": r"interop/torch_arrays\.py|torch_ops\.py|bench/torch_backends\.py",
+    "pytest_benchmark": r"bench/document\.py",
     "cupy": r"interop/cupy_arrays\.py",
 }
 ONLY_NUMPY = r"reference\.py|testing/.*|problem\.py|kernel\.py|choice\.py"

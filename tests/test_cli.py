@@ -8,31 +8,22 @@ import sys
 from pathlib import Path
 from types import SimpleNamespace
 
-import numpy as np
 import pytest
+from fake_gpu import NO_TORCH
 from processes import run_python
 
 from numba_attn import launch, testing, versions
-from numba_attn.cli import COMMANDS, check, demo, kernel_file, main, measure, precompile, screen, targets
+from numba_attn.bench import problems, torch_backends
+from numba_attn.bench.contenders import BASELINES
+from numba_attn.bench.problems import NamedProblem
+from numba_attn.cli import COMMANDS, check, demo, kernel_file, precompile, screen, targets
 from numba_attn.kernels import KERNELS, warp_tile_fp32
-from numba_attn.problem import H200, Problem
+from numba_attn.problem import H200
 from numba_attn.sim import mutate
 
 ROOT = Path(__file__).resolve().parents[1]
 KERNEL_SOURCE = Path(warp_tile_fp32.__file__).read_text()
 NO_GPU = pytest.mark.skipif(launch.device_count() > 0, reason="there is a GPU")
-
-
-@pytest.fixture
-def call(capsys):
-    """Function of arguments that gives exit status, output and errors of a command."""
-
-    def call(*argv):
-        status = main([str(arg) for arg in argv])
-        out, err = capsys.readouterr()
-        return status, out, err
-
-    return call
 
 
 @pytest.fixture
@@ -68,7 +59,7 @@ def test_help(call, command):
         ([], "required: COMMAND"),
         (["cheque"], "invalid choice: 'cheque'"),
         (["info", "--sim"], "unrecognized arguments: --sim"),
-        (["check", "naive"], "neither a kernel (flash_fp32, warp_tile_fp32) nor FILE.py"),
+        (["check", "naive"], f"neither a kernel ({', '.join(k.name for k in KERNELS)}) nor FILE.py"),
         (["check", "missing.py"], "missing.py is no file"),
         (["check", "--sim", "-k", "nowhere"], "no case has 'nowhere' in its name"),
         (["precompile", "--arch", "hopper"], "'hopper'"),
@@ -77,6 +68,14 @@ def test_help(call, command):
         (["inspect"], "required: KERNEL"),
         (["inspect", "flash_fp32", "--head-dim", "0"], "--head-dim is 0"),
         (["inspect", "warp_tile_fp32", "--head-dim", "2000"], "cannot serve this: keeps Dv in registers"),
+        (["bench", "--problem", "tail"], "'tail' is not like b4_h16"),
+        (["bench", "--shape", "1,2,3"], "--shape '1,2,3' is not B,H,Lq,Lk,D"),
+        (["bench", "--shape", "1,2,3,4,five"], "is not B,H,Lq,Lk,D"),
+        (["bench", "--shape", "1,2,3,4,0"], "of numbers from 1 on"),
+        (["bench", "--dtype", "fp8"], "invalid choice: 'fp8'"),
+        (["bench", "--kernel", "torch"], "neither a kernel ("),
+        (["bench", "--causal"], "--causal needs --problem or --shape"),
+        (["bench", "--seconds", "0"], "--seconds is 0"),
         (["mutate"], "required: KERNEL"),
         (["mutate", "flash_fp32", "--equivalent", "missing.toml"], "--equivalent: missing.toml is no file"),
     ],
@@ -342,6 +341,15 @@ def test_a_file_called_like_a_module_of_pythons_still_counts_for_the_cache(tmp_p
     assert launch.cache.key(function, {}) != before
 
 
+def test_bench_of_a_kernel_of_ones_own(call, fake_gpu, tmp_path):
+    file = broken_kernel(tmp_path, "m, l = NEG_INF, ZERO", "l, m = ZERO, NEG_INF")
+    kernels = ("--kernel", file, "--kernel", "warp_tile_fp32", "--kernel", "warp_tile_fp32")
+    status, out, _ = call("bench", "--seconds", "0.01", "--problem", "b2_h2_q5_k7_d4", *kernels)
+    assert status == 0
+    rows = [line.split("  ")[0] for line in out.splitlines() if line.startswith("warp_tile")]
+    assert rows == ["warp_tile_fp32 (given)", "warp_tile_fp32"]
+
+
 # precompile and inspect
 
 
@@ -482,59 +490,69 @@ def test_demo_with_a_wrong_kernel(call, tmp_path, monkeypatch):
 
 
 @pytest.fixture
-def gpu_that_is_not_there(monkeypatch):
-    """The demo's GPU part over numpy arrays: the oracle for kernels, a clock that stands still."""
-    problem = Problem(2, 2, 2, 5, 7, 4, 4)
-
-    def attention(q, k, v, kernel, return_lse=False):
-        o, lse = testing.Expected(q, k, v).o32, testing.Expected(q, k, v).lse32
-        return (o, lse) if return_lse else o
-
-    inputs = testing.make_inputs(testing.Case(2, 2, 5, 7, 4, 4))
-    monkeypatch.setattr(launch, "device_count", lambda: 1)
-    monkeypatch.setattr(launch, "free_bytes", lambda index: 1 << 40)
-    monkeypatch.setattr(launch, "device_facts", lambda index: H200)
-    monkeypatch.setattr(launch, "elapsed_ms", lambda work, calls=1: 0.5)
-    monkeypatch.setattr(demo, "HEADLINE", problem)
-    package = SimpleNamespace(attention=attention, explain=lambda *arrays: SimpleNamespace(chosen="x"))
-    monkeypatch.setattr(demo, "api", package)
-    monkeypatch.setattr(measure, "cuda_torch", lambda: (None, "torch is not installed"))
-    monkeypatch.setattr(measure, "uniform_inputs", lambda problem, torch: inputs)
-    monkeypatch.setattr(measure.Sample, "of", lambda self, array: np.stack([array[b, h] for b, h in self.heads]))
-    monkeypatch.setattr(versions, "problem", lambda driver: None)
-    return SimpleNamespace(attention=attention)
+def small_headline(monkeypatch):
+    """A headline problem that takes a moment."""
+    known = NamedProblem(problems.make_problem(2, 2, 5, 7, 4, 4), "small", inputs="uniform", every_kernel=True)
+    monkeypatch.setattr(demo, "HEADLINE", known)
+    monkeypatch.setattr(demo, "BUDGET_S", 0.01)
+    return known
 
 
-def test_demo_measures(call, gpu_that_is_not_there):
+def test_demo_measures(call, fake_gpu, small_headline):
     status, out, _ = call("demo")
     assert status == 0
-    assert "torch is not installed" in out
-    header, *rows = out.splitlines()[-1 - len(KERNELS) :]
+    assert f"TF32 off; {NO_TORCH}" in out
+    _, _, rest = out.partition("\n\n")
+    header, *rows = rest.splitlines()
     assert header.split()[:3] == ["kernel", "ms", "TFLOP/s"]
-    assert [row.split()[:2] for row in rows] == [[kernel.name, "0.50"] for kernel in KERNELS]
+    assert [row.split()[:2] for row in rows[: len(KERNELS)]] == [[kernel.name, "0.500"] for kernel in KERNELS]
+    assert [row.split()[:2] for row in rows[len(KERNELS) :]] == [
+        *([name, "refused"] for name in BASELINES),
+        *(["REFUSED", f"{name}:"] for name in BASELINES),
+    ]
 
 
-def test_demo_times_nothing_that_is_wrong(call, gpu_that_is_not_there, monkeypatch):
-    right = gpu_that_is_not_there.attention
-
-    def wrong(*args, kernel, **kwargs):
-        o, lse = right(*args, kernel=kernel, return_lse=True)
-        return (o + (kernel is KERNELS[0]), lse)
-
-    monkeypatch.setattr(demo.api, "attention", wrong)
+def test_demo_shows_torch(call, fake_gpu_with_torch, small_headline):
+    fake_gpu_with_torch.ms["torch"] = 0.25
     status, out, _ = call("demo")
+    assert status == 0
+    assert "every element against torch's float64" in out
+    version = fake_gpu_with_torch.torch.__version__.partition("+")[0]
+    rows = [line for line in out.splitlines() if line.startswith("torch_math")]
+    assert rows[0].startswith(f"torch_math (torch {version}, math)")
+    assert rows[0].split()[-3] == "1.00"
+    ours = next(line for line in out.splitlines() if line.startswith(KERNELS[0].name))
+    assert ours.split()[1:] == ["0.500", "0.0", ours.split()[3], "2.00", "10.0", "10.0"]
+
+
+@pytest.mark.parametrize("command", [("demo",), ("bench", "--problem", "b2_h2_q5_k7_d4", "--seconds", "0.01")])
+def test_nothing_that_is_wrong_is_timed(call, fake_gpu, small_headline, command):
+    def damage(name, o, lse):
+        o += name == KERNELS[0].name
+
+    fake_gpu.damage = damage
+    status, out, _ = call(*command)
     assert status == 1
-    first, second, why = out.splitlines()[-3:]
-    assert first.split() == [KERNELS[0].name, "wrong"]
-    assert second.split()[1] == "0.50"
-    assert why.startswith(f"WRONG {KERNELS[0].name}: of the heads [(0, 0), (0, 1), (1, 1)]: o[0, ")
+    (row,) = [line for line in out.splitlines() if line.startswith(KERNELS[0].name)]
+    assert row.split() == [KERNELS[0].name, "wrong"]
+    why = f"WRONG {KERNELS[0].name}: of the heads [(0, 0), (1, 1)], 5 rows from 0 to 4: o[0, "
+    assert why in out
 
 
 def test_demo_takes_a_smaller_batch_where_memory_is_short():
-    whole = demo.ARRAYS * 4 * demo.HEADLINE.B * 32 * 512 * 1024
-    assert demo.fitting(demo.HEADLINE, whole) == demo.HEADLINE
-    assert demo.fitting(demo.HEADLINE, whole - 1).B == 16
-    assert demo.fitting(demo.HEADLINE, 0).B == 1
+    headline = demo.HEADLINE
+    whole = 7 * 4 * 32 * 32 * 512 * 1024
+    assert demo.fitting(headline, whole) == headline
+    assert demo.fitting(headline, whole - 1).problem.B == 16
+    smallest = demo.fitting(headline, 0)
+    assert (smallest.problem.B, smallest.name, smallest.inputs) == (1, "b1_h32_q512_k512_d1024", "uniform")
+
+
+def test_demo_where_nothing_fits(call, fake_gpu, small_headline, monkeypatch):
+    monkeypatch.setattr(launch, "free_bytes", lambda index: 1)
+    status, _, err = call("demo")
+    assert status == 1
+    assert err.splitlines()[-1].startswith("numba_attn: b1_h2_q5_k7_d4 needs ")
 
 
 def test_tf32_flags_are_off_and_restored():
@@ -542,7 +560,7 @@ def test_tf32_flags_are_off_and_restored():
     before = torch.backends.cuda.matmul.allow_tf32, torch.backends.cudnn.allow_tf32
     torch.backends.cuda.matmul.allow_tf32 = True
     try:
-        with measure.tf32_off(torch):
+        with torch_backends.tf32_off(torch):
             assert not torch.backends.cuda.matmul.allow_tf32
             assert not torch.backends.cudnn.allow_tf32
         assert torch.backends.cuda.matmul.allow_tf32
@@ -554,8 +572,9 @@ def test_tf32_flags_are_off_and_restored():
 def test_torch_tells_its_backend():
     torch = pytest.importorskip("torch")
     q = torch.rand(1, 1, 4, 8)
-    assert measure.torch_backend(torch, q, q, q, is_causal=False) in ("math", "flash_attention")
-    assert measure.torch_backend(SimpleNamespace(), q, q, q, is_causal=False) == "unknown"
+    assert torch_backends.backend_of(torch, "torch_default", q, q, q, is_causal=False) in ("math", "flash_attention")
+    assert torch_backends.backend_of(torch, "torch_math", q, q, q, is_causal=False) == "math"
+    assert torch_backends.backend_of(SimpleNamespace(), "torch_default", q, q, q, is_causal=False) == "unknown"
 
 
 # The GPU parts
@@ -563,10 +582,12 @@ def test_torch_tells_its_backend():
 
 @pytest.mark.gpu
 def test_demo_on_a_gpu(call, monkeypatch):
-    monkeypatch.setattr(demo, "HEADLINE", Problem(2, 3, 3, 65, 130, 72, 72))
+    known = NamedProblem(problems.make_problem(2, 3, 65, 130, 72, 72), "small", inputs="uniform")
+    monkeypatch.setattr(demo, "HEADLINE", known)
     status, out, _ = call("demo")
     assert status == 0
-    assert out.splitlines()[-1].startswith("torch ")
+    assert "torch_default (torch " in out
+    assert [kernel.name for kernel in KERNELS if f"\n{kernel.name} " not in out] == []
 
 
 @pytest.mark.gpu
@@ -592,6 +613,25 @@ def test_check_on_a_gpu_sees_stray_writes(call, monkeypatch, tmp_path):
 def test_table():
     assert screen.table(("a", "bb"), [("x", "1"), ("long", "2")]) == "a     bb\nx      1\nlong   2"
     assert screen.table(("a", "text"), [("x", "left it is")]) == "a  text\nx  left it is"
+
+
+def test_time_left():
+    assert screen.time_left(10, 0, 5) == ""
+    assert screen.time_left(10, 1, 5) == ", 0:40 left"
+    assert screen.time_left(65, 0.5, 1) == ", 1:05 left"
+    assert screen.time_left(100, 99.5, 100) == screen.time_left(100, 100, 100) == ""
+
+
+def test_progress_without_a_terminal_is_a_few_lines_with_the_time_left(monkeypatch, capsys):
+    now = iter(range(0, 1000, 10))
+    monkeypatch.setattr(screen.time, "monotonic", lambda: next(now))
+    with screen.Progress() as progress:
+        for tenth in range(0, 31):
+            progress.show(tenth / 10, 3, "measuring")
+    lines = capsys.readouterr().err.splitlines()
+    assert len(lines) == 11
+    assert (lines[0], lines[-1]) == ("0/3 measuring", "3/3 measuring")
+    assert lines[5] == "1/3 measuring, 2:40 left"
 
 
 def test_progress_bar_is_cleared_for_lines(monkeypatch, capsys):

@@ -18,6 +18,7 @@ import pytest
 
 import numba_attn
 from numba_attn import launch
+from numba_attn.bench import results
 from numba_attn.cli import COMMANDS, main
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -118,13 +119,18 @@ def test_table_of_commands():
     assert all(f"`{command}`" in changes for command in COMMANDS)
 
 
-def test_table_of_numbers_has_every_kernel():
-    measured = [row[0] for row in rows("kernel | ms | TFLOP/s | error | time / torch's")]
-    assert measured[:-1] == [kernel.name for kernel in numba_attn.KERNELS]
-    assert measured[-1].startswith("torch")
+def test_commands_of_the_numbers():
+    measure, write = (line.split() for line in block("results --write", "text").splitlines())
+    assert measure == ["python", "-m", "numba_attn", "bench", "--json", results.FILE.as_posix()]
+    assert write == ["python", "-m", "numba_attn", "results", "--write"]
+    options = re.search(r"`(--shape [^`]*)`", README)[1].split()
+    assert options[:3] == ["--shape", "4,16,4096,4096,128", "--causal"]
+    assert set(options[4::2]) == {"my_kernel.py", "torch_default"}
 
 
-@pytest.mark.parametrize("options, problems", [([], {"small"}), (["--benchmark-enable"], {"headline", "d64_l4096"})])
+@pytest.mark.parametrize(
+    "options, problems", [([], {"small"}), (["--benchmark-enable"], {"headline", "b32_h32_q1_k4096_d128"})]
+)
 def test_benchmarks_are_tests_unless_they_are_asked_to_time(options, problems):
     assert "`python -m pytest benchmarks --benchmark-enable`" in README
     command = [sys.executable, "-m", "pytest", "benchmarks", *options, "--collect-only", "-q", "-p", "no:cacheprovider"]
@@ -138,6 +144,7 @@ def test_benchmarks_are_tests_unless_they_are_asked_to_time(options, problems):
 PATHS = re.findall(r"\]\(([\w/.]+)\)|`((?:numba_attn|docs|benchmarks)/[\w/.]*)`", README)
 
 
-@pytest.mark.parametrize("path", sorted({link or code for link, code in PATHS}))
+# What a run on a GPU makes may not be there yet: the README says so itself.
+@pytest.mark.parametrize("path", sorted({link or code for link, code in PATHS} - {results.FILE.as_posix()}))
 def test_paths_exist(path):
     assert (ROOT / path).exists()

@@ -23,6 +23,8 @@ COMMANDS = {
     "info": "show versions, driver, devices, cache, kernels, and what is wrong with them",
     "check": "hold kernels, or a kernel of your own file, to the matrix of problems",
     "precompile": "fill the cache with machine code, without a GPU",
+    "bench": "check and time kernels and torch on named problems or any shape, and keep the results as JSON",
+    "results": "compare the saved results with the code, the bars and the README, or write the README's tables",
     "inspect": "show the registers, spills and shared memory, or the PTX, of one kernel",
     "mutate": "plant faults in a kernel and see whether the simulator notices each",
 }

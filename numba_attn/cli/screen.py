@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+import time
 from collections.abc import Sequence
 
 BAR_WIDTH = 24
@@ -14,6 +15,8 @@ class Progress:
 
     def __init__(self):
         self._bar = sys.stderr.isatty()
+        self._started = time.monotonic()
+        self._shown = -1
 
     def __enter__(self) -> Progress:
         return self
@@ -21,14 +24,16 @@ class Progress:
     def __exit__(self, *_) -> None:
         self._clear()
 
-    def show(self, done: int, total: int, text: str) -> None:
-        """How many pieces of work are done, and what comes now."""
+    def show(self, done: float, total: int, text: str) -> None:
+        """How many pieces of work are done, whole or in part, and what comes now."""
+        left = time_left(time.monotonic() - self._started, done, total)
         if self._bar:
-            filled = BAR_WIDTH * done // max(total, 1)
+            filled = int(BAR_WIDTH * done / max(total, 1))
             bar = "#" * filled + "." * (BAR_WIDTH - filled)
-            self._clear(f"[{bar}] {done}/{total} {text:.70}")
-        elif done % max(total // PLAIN_LINES, 1) == 0:
-            print(f"{done}/{total} {text}", file=sys.stderr, flush=True)
+            self._clear(f"[{bar}] {int(done)}/{total} {text:.60}{left}")
+        elif (tenth := int(PLAIN_LINES * done / max(total, 1))) != self._shown:
+            self._shown = tenth
+            print(f"{int(done)}/{total} {text}{left}", file=sys.stderr, flush=True)
 
     def say(self, line: str) -> None:
         """A line on standard output, above the bar."""
@@ -38,6 +43,12 @@ class Progress:
     def _clear(self, text: str = "") -> None:
         if self._bar:
             print(f"\r\x1b[K{text}", end="", file=sys.stderr, flush=True)
+
+
+def time_left(elapsed_s: float, done: float, total: float) -> str:
+    """What remains at the pace so far, as `, 1:05 left`; nothing as long as nobody can tell, and for a second."""
+    left_s = elapsed_s * (total - done) / done if done > 0 else 0
+    return f", {int(left_s) // 60}:{int(left_s) % 60:02} left" if left_s >= 1 else ""
 
 
 def table(header: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
@@ -53,8 +64,8 @@ def table(header: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
     return "\n".join("  ".join(cell(line, column) for column in range(len(header))).rstrip() for line in lines)
 
 
-def one_line(error: BaseException, width: int = 400) -> str:
-    """An exception's message without its line breaks, and not endless."""
+def one_line(error: BaseException | str, width: int = 400) -> str:
+    """A message without its line breaks, and not endless."""
     text = " ".join(str(error).split())
     return text if len(text) <= width else text[: width - 4] + " ..."
 

@@ -23,6 +23,7 @@ from numba_attn.tensor import Tensor
 
 FLAGS = {"fastmath": False, "output": "ltoir", "device": False, "abi": "numba"}
 """fastmath would flush denormals and approximate divisions: never for a kernel that is held to a class of accuracy."""
+LINK_FLAGS = {"link_time_optimization": True, "ptxas_options": ["-v"]}
 
 _compiling = threading.Lock()
 
@@ -130,7 +131,7 @@ def _ltoir(function, signature, options: dict, arch: str) -> bytes:
 def _run_linker(ltoir: bytes, arch: str, target: str) -> tuple[bytes, str]:
     from cuda.core import Linker, LinkerOptions, ObjectCode
 
-    options = LinkerOptions(arch=arch, link_time_optimization=True, ptx=target == "ptx", ptxas_options=["-v"])
+    options = LinkerOptions(arch=arch, ptx=target == "ptx", **LINK_FLAGS)
     linker = Linker(ObjectCode.from_ltoir(ltoir), options=options)
     code = bytes(linker.link(target).code)
     return code, linker.get_info_log()

@@ -10,7 +10,7 @@
 Everything is numpy; nothing is read from the environment, so a check means the same everywhere.
 """
 
-from numba_attn.testing.accuracy import CLASSES, AccuracyClass, Expected, assert_accurate
+from numba_attn.testing.accuracy import CLASSES, MIN_ROWS, AccuracyClass, Expected, assert_accurate
 from numba_attn.testing.cases import Case, cases, make_inputs, place_inputs, small_cases
 from numba_attn.testing.inputs import DISTRIBUTIONS, POISONS, distribution
 from numba_attn.testing.layouts import LAYOUTS, Guarded, Placed, guarded, place
@@ -19,6 +19,7 @@ __all__ = [
     "CLASSES",
     "DISTRIBUTIONS",
     "LAYOUTS",
+    "MIN_ROWS",
     "POISONS",
     "AccuracyClass",
     "Case",
