@@ -1,7 +1,7 @@
 """One block per head: online softmax with scores, probabilities and O in shared memory.
 
-First rung of the ladder, where it starts from: the tiled algorithm with all that outlives a step in shared memory, and
-single sums in registers. Bound by shared memory: two loads of it per FMA of Q K^T, one per FMA of P V.
+First rung of the ladder, where it starts from: the tiled algorithm with all that outlives a step in shared memory,
+and single sums in registers. Bound by shared memory: two loads of it per FMA of Q K^T, one per FMA of P V.
 
 Algorithm. For each group of WARPS queries, over tiles of 16 keys:
 
@@ -11,23 +11,23 @@ Algorithm. For each group of WARPS queries, over tiles of 16 keys:
     4.  O = alpha O + P V                        Dv walked in slices of BLOCK_D
     and after the last tile O = O / l, lse = m + ln l.
 
-Work split. One block per (batch, head), which walks all groups of queries: K and V of a head come from memory once, and
-from L2 after that as long as the heads under way fit it. Each warp has one query of a group. In step 1 lanes t and
-t + 16 share key t of the tile and sum half of a slice each; one shuffle joins them. In step 4 lane t owns the columns
-t + 32 i of a slice.
+Work split. One block per (batch, head), which walks all groups of queries: K and V of a head come from memory once,
+and from L2 after that as long as the heads under way fit it. Each warp has one query of a group. In step 1 lanes t
+and t + 16 share key t of the tile and sum half of a slice each; one shuffle joins them. In step 4 lane t owns the
+columns t + 32 i of a slice.
 
-Memory. O of a group, 4 WARPS Dv bytes of dynamic shared memory, Dv rounded up to slices. Static: slices of Q and K, with
-rows BLOCK_D + 2 words apart and one word between the halves, so that the lanes of step 1 read 32 banks; slices of V; S,
-then P in its place; m and l.
+Memory. O of a group, 4 WARPS Dv bytes of dynamic shared memory, Dv rounded up to slices. Static: slices of Q and K,
+with rows BLOCK_D + 2 words apart and one word between the halves, so that the lanes of step 1 read 32 banks; slices
+of V; S, then P in its place; m and l.
 
 Numerics. Per score two fp32 FMA chains over the halves of all slices; per output one chain over the keys. Against
-float64, normwise, at D = 1024: 4e-7 on uniform inputs, 1e-6 on normal ones. A key that does not count is skipped by its
-position, never multiplied with zero.
+float64, normwise, at D = 1024: 4e-7 on uniform inputs, 1e-6 on normal ones. A key that does not count is skipped by
+its position, never multiplied with zero.
 
 Limits. The shared memory of O: Dv up to some 6900 with 227 KB. A grid below 2^31 blocks.
 
-Source. Online softmax: Milakov and Gimelshein 2018. Tiles of keys: FlashAttention (Dao et al. 2022), algorithm 1, with
-its loops exchanged.
+Source. Online softmax: Milakov and Gimelshein 2018. Tiles of keys: FlashAttention (Dao et al. 2022), algorithm 1,
+with its loops exchanged.
 """
 
 from __future__ import annotations
@@ -147,7 +147,8 @@ def build(config: Config):
         o = cuda.local.array(COLUMNS, float32)
 
         for m0 in range(0, Lq, WARPS):
-            row = min(m0 + warp, Lq - 1)  # a warp past the last row repeats it and stores nothing
+            row = m0 + warp
+            own_row = min(row, Lq - 1)  # a warp past the last row repeats it and stores nothing
             n_end = end_of_row(min(m0 + WARPS, Lq) - 1, Lk)
             cuda.syncwarp()  # the last group's m and l are read
             if lane == 0:
@@ -165,7 +166,7 @@ def build(config: Config):
                         d = lane + WARP * i
                         inside = d0 + d < D
                         at = d + d // HALF  # a word between the halves
-                        sQ[warp, at] = gQ[row, d0 + d] if inside else ZERO
+                        sQ[warp, at] = gQ[own_row, d0 + d] if inside else ZERO
                         for r in range(K_LOADS):
                             k = warp + WARPS * r
                             sK[k, at] = gK[n0 + k, d0 + d] if inside & (n0 + k < n_end) else ZERO
@@ -176,7 +177,7 @@ def build(config: Config):
                 s += cuda.shfl_xor_sync(ALL_LANES, s, 16)
 
                 # online softmax: S, then P, for the whole warp to read
-                n_keys = int32(min(BLOCK_N, end_of_row(row, Lk) - n0))
+                n_keys = int32(min(BLOCK_N, end_of_row(own_row, Lk) - n0))
                 s = s * scale if key < n_keys else NEG_INF
                 if half == 0:
                     sP[warp, key] = s
@@ -219,7 +220,7 @@ def build(config: Config):
 
             # finish: O = acc / l, lse = m + ln l; a row without keys is 0 and -inf
             cuda.syncwarp()  # m and l are there
-            if m0 + warp < Lq:
+            if row < Lq:
                 m, l = sM[warp], sL[warp]
                 inverse = ONE / l if n_end > 0 else ZERO
                 for d in range(0, Dv, WARP):

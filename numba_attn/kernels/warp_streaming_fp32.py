@@ -1,8 +1,8 @@
 """One warp per query, one key at a time: online softmax in registers, no shared memory and no barrier.
 
-Second rung of the ladder. To the first, block_per_head_fp32, it adds registers and shuffles: Q and acc never leave the
-lanes, a score crosses them, and no warp waits for another. What the rows of a block share, they share through the L1
-cache. Bound by its loads and their addresses: one load from L1 for each FMA.
+Second rung of the ladder. To the first, block_per_head_fp32, it adds registers and shuffles: Q and acc never leave
+the lanes, a score crosses them, and no warp waits for another. What the rows of a block share, they share through the
+L1 cache. Bound by its loads and their addresses: one load from L1 for each FMA.
 
 Algorithm. For each query, over its keys:
 
@@ -11,22 +11,23 @@ Algorithm. For each query, over its keys:
     3.  p = exp(s - m)   l = l + p   acc = acc + p v
     and after the last key O = acc / l, lse = m + ln l.
 
-m grows about ln Lk times on shuffled keys, so that step 2 costs next to nothing. v is loaded before the shuffles of step 1
-and arrives under them.
+m grows about ln Lk times where keys come in no order, so that step 2 costs next to nothing. v is loaded before the
+shuffles of step 1 and arrives under them.
 
-Work split. One block per (batch, head, WARPS query rows), one row a warp. All warps walk the same keys: the first one to
-ask brings a row of K or V into L1 for the others. Lane t owns the columns t + 32 i of Q, K, V and O.
+Work split. One block per (batch, head, WARPS query rows), one row a warp. All warps walk the same keys: the first one
+to ask brings a row of K or V into L1 for the others. Lane t owns the columns t + 32 i of Q, K, V and O.
 
-Memory. Registers of a lane: bucket / 32 each for q, acc and the row of K or V that is under way; the bucket covers both D
-and Dv. Columns come in batches of 32 BATCH: those inside the row without a test, the others one predicate a load.
+Memory. Registers of a lane: bucket / 32 each for q, acc and the row of K or V that is under way; the bucket covers
+both D and Dv. Columns come in batches of 32 BATCH: those inside the row without a test, the others one predicate a
+load.
 
 Numerics. Per score two fp32 FMA chains over the lane's columns, then a tree over the lanes; per output one chain over
-the keys. Against float64, normwise, at D = 1024: 4e-7 on uniform inputs, 6e-7 on normal ones. A key that does not count
-is never read.
+the keys. Against float64, normwise, at D = 1024: 4e-7 on uniform inputs, 6e-7 on normal ones. A key that does not
+count is never read.
 
 Limits. D and Dv up to 1024 (q and acc in registers), a grid below 2^31 blocks.
 
-Source. Online softmax: Milakov and Gimelshein 2018, algorithm 3, with V in place of the exponentials.
+Source. Online softmax: Milakov and Gimelshein 2018, algorithm 3, with sums of p v beside those of p.
 """
 
 from __future__ import annotations
