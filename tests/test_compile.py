@@ -44,8 +44,16 @@ MOST_SPILL_BYTES = 640
 KEY_LOOP_FMAS = 32
 """A basic block with as many fused multiply-adds as this is the body of a key loop."""
 
+KEY_LOOPS = {"warp_streaming_fp32": lambda config: (("FFMA", "LDG"), config.batch)}
+"""By kernel, where that is not so: the opcodes that count, and how many. This loop is cut at each batch of loads."""
+
 # Two blocks of 512 threads an SM leave warp_tile_fp32 64 registers a thread: one pointer waits beside 64 shared loads.
-MOST_LOCAL_ACCESSES_IN_KEY_LOOPS = {"flash_fp32": 0, "warp_tile_fp32": 1}
+MOST_LOCAL_ACCESSES_IN_KEY_LOOPS = {
+    "flash_fp32": 0,
+    "warp_tile_fp32": 1,
+    "warp_streaming_fp32": 0,
+    "block_per_head_fp32": 0,
+}
 
 # Local memory, doubles, flushed denormals, approximate divisions, accesses that do not know their memory, calls.
 NEVER_IN_PTX = (
@@ -70,7 +78,22 @@ def warp_tile_fp32_ptx(config):
     return (r"shfl\.sync", r"ld\.shared", r"ld\.global"), (r"cp\.async", r"begin inline asm")
 
 
-EXPECTED_PTX = {"flash_fp32": flash_fp32_ptx, "warp_tile_fp32": warp_tile_fp32_ptx}
+def warp_streaming_fp32_ptx(config):
+    return (r"shfl\.sync\.bfly", r"ld\.global"), (r"\.shared", r"bar\.", r"cp\.async", r"begin inline asm")
+
+
+def block_per_head_fp32_ptx(config):
+    # Numba asks for the size of dynamic shared memory in inline assembly.
+    foreign = r"begin inline asm\n(?!\s*mov\.u32 %r\d+, %dynamic_smem_size;)"
+    return (r"shfl\.sync\.bfly", r"ld\.shared", r"ld\.global", r"bar\.warp\.sync"), (r"cp\.async", foreign)
+
+
+EXPECTED_PTX = {
+    "flash_fp32": flash_fp32_ptx,
+    "warp_tile_fp32": warp_tile_fp32_ptx,
+    "warp_streaming_fp32": warp_streaming_fp32_ptx,
+    "block_per_head_fp32": block_per_head_fp32_ptx,
+}
 """By kernel: patterns that its PTX has, and patterns that it has not, besides those of every kernel."""
 
 
@@ -189,10 +212,11 @@ def is_double(opcode: str) -> bool:
 @each_config(H200)
 def test_key_loops_keep_to_registers(kernel, config, tmp_path):
     file = tmp_path / "kernel.cubin"
+    opcodes, least = KEY_LOOPS.get(kernel.name, lambda config: (("FFMA",), KEY_LOOP_FMAS))(config)
     for _, binary in machine_code(kernel, config, H200.arch):
         file.write_bytes(binary.cubin)
         blocks = basic_blocks(file)
-        key_loops = [block for block in blocks if sum(opcode.startswith("FFMA") for opcode in block) >= KEY_LOOP_FMAS]
+        key_loops = [block for block in blocks if sum(opcode.startswith(opcodes) for opcode in block) >= least]
         assert key_loops
         most = MOST_LOCAL_ACCESSES_IN_KEY_LOOPS[kernel.name]
         assert max(sum(map(is_local, block)) for block in key_loops) <= most

@@ -156,7 +156,8 @@ def each_config(kernels=KERNELS):
     return pytest.mark.parametrize(("kernel", "config"), pairs, ids=ids)
 
 
-OPTIONS = ("vector", "is_causal", "dv_columns", "dv_bucket")  # what a problem decides; the rest are tile sizes
+# What a problem decides; the rest are tile sizes.
+OPTIONS = ("vector", "is_causal", "dv_columns", "dv_bucket", "bucket")
 
 
 @functools.cache
