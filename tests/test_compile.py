@@ -44,7 +44,7 @@ MOST_SPILL_BYTES = 640
 KEY_LOOP_FMAS = 32
 """A basic block with as many fused multiply-adds as this is the body of a key loop."""
 
-# Two blocks of 512 threads an SM leave warp_tile_fp32 64 registers a thread: one pointer waits beside 64 shared loads.
+# Two blocks of 512 threads an SM leave 64 registers a thread: one pointer waits beside 16 shared loads of 16 bytes.
 MOST_LOCAL_ACCESSES_IN_KEY_LOOPS = {"flash_fp32": 0, "warp_tile_fp32": 1}
 
 # Local memory, doubles, flushed denormals, approximate divisions, accesses that do not know their memory, calls.
@@ -67,7 +67,7 @@ def flash_fp32_ptx(config):
 
 
 def warp_tile_fp32_ptx(config):
-    return (r"shfl\.sync", r"ld\.shared", r"ld\.global"), (r"cp\.async", r"begin inline asm")
+    return (r"shfl\.sync", r"ld\.shared\.v4", r"ld\.global"), (r"cp\.async", r"begin inline asm")
 
 
 EXPECTED_PTX = {"flash_fp32": flash_fp32_ptx, "warp_tile_fp32": warp_tile_fp32_ptx}
