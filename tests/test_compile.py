@@ -45,7 +45,11 @@ KEY_LOOP_FMAS = 32
 """A basic block with as many fused multiply-adds as this is the body of a key loop."""
 
 # Two blocks of 512 threads an SM leave 64 registers a thread: one pointer waits beside 16 shared loads of 16 bytes.
-MOST_LOCAL_ACCESSES_IN_KEY_LOOPS = {"flash_fp32": 0, "warp_tile_fp32": 1}
+MOST_LOCAL_ACCESSES_IN_KEY_LOOPS = {
+    "flash_fp32": 0,
+    "warp_tile_fp32": 1,
+    "warp_tile_multi_fp32": 0,
+}
 
 # Local memory, doubles, flushed denormals, approximate divisions, accesses that do not know their memory, calls.
 NEVER_IN_PTX = (
@@ -70,7 +74,11 @@ def warp_tile_fp32_ptx(config):
     return (r"shfl\.sync", r"ld\.shared\.v4", r"ld\.global"), (r"cp\.async", r"begin inline asm")
 
 
-EXPECTED_PTX = {"flash_fp32": flash_fp32_ptx, "warp_tile_fp32": warp_tile_fp32_ptx}
+EXPECTED_PTX = {
+    "flash_fp32": flash_fp32_ptx,
+    "warp_tile_fp32": warp_tile_fp32_ptx,
+    "warp_tile_multi_fp32": warp_tile_fp32_ptx,
+}
 """By kernel: patterns that its PTX has, and patterns that it has not, besides those of every kernel."""
 
 
