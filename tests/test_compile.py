@@ -49,6 +49,7 @@ MOST_LOCAL_ACCESSES_IN_KEY_LOOPS = {
     "flash_fp32": 0,
     "warp_tile_fp32": 1,
     "warp_tile_multi_fp32": 0,
+    "warp_two_pass_fp32": 1,
 }
 
 # Local memory, doubles, flushed denormals, approximate divisions, accesses that do not know their memory, calls.
@@ -78,6 +79,7 @@ EXPECTED_PTX = {
     "flash_fp32": flash_fp32_ptx,
     "warp_tile_fp32": warp_tile_fp32_ptx,
     "warp_tile_multi_fp32": warp_tile_fp32_ptx,
+    "warp_two_pass_fp32": warp_tile_fp32_ptx,
 }
 """By kernel: patterns that its PTX has, and patterns that it has not, besides those of every kernel."""
 
