@@ -223,7 +223,7 @@ def test_check_only_some_cases(call, few_cases):
 
 
 def test_check_a_dropped_bounds_test(call, few_cases, tmp_path):
-    file = broken_kernel(tmp_path, "if inside & (row < Lq) else", "if inside else")
+    file = broken_kernel(tmp_path, "min(uint32(row), last_row)", "row")
     status, out, _ = call("check", file, "--sim")
     assert status == 1
     first, second = (line for line in out.splitlines() if line.startswith("FAIL"))

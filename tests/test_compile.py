@@ -47,12 +47,14 @@ KEY_LOOP_FMAS = 32
 KEY_LOOPS = {"warp_streaming_fp32": lambda config: (("FFMA", "LDG"), config.batch)}
 """By kernel, where that is not so: the opcodes that count, and how many. This loop is cut at each batch of loads."""
 
-# Two blocks of 512 threads an SM leave warp_tile_fp32 64 registers a thread: one pointer waits beside 64 shared loads.
+# Two blocks of 512 threads an SM leave 64 registers a thread: one pointer waits beside 16 shared loads of 16 bytes.
 MOST_LOCAL_ACCESSES_IN_KEY_LOOPS = {
     "flash_fp32": 0,
     "warp_tile_fp32": 1,
     "warp_streaming_fp32": 0,
     "block_per_head_fp32": 0,
+    "warp_tile_multi_fp32": 0,
+    "warp_two_pass_fp32": 1,
 }
 
 # Local memory, doubles, flushed denormals, approximate divisions, accesses that do not know their memory, calls.
@@ -75,7 +77,7 @@ def flash_fp32_ptx(config):
 
 
 def warp_tile_fp32_ptx(config):
-    return (r"shfl\.sync", r"ld\.shared", r"ld\.global"), (r"cp\.async", r"begin inline asm")
+    return (r"shfl\.sync", r"ld\.shared\.v4", r"ld\.global"), (r"cp\.async", r"begin inline asm")
 
 
 def warp_streaming_fp32_ptx(config):
@@ -93,6 +95,8 @@ EXPECTED_PTX = {
     "warp_tile_fp32": warp_tile_fp32_ptx,
     "warp_streaming_fp32": warp_streaming_fp32_ptx,
     "block_per_head_fp32": block_per_head_fp32_ptx,
+    "warp_tile_multi_fp32": warp_tile_fp32_ptx,
+    "warp_two_pass_fp32": warp_tile_fp32_ptx,
 }
 """By kernel: patterns that its PTX has, and patterns that it has not, besides those of every kernel."""
 

@@ -1,10 +1,19 @@
 """The registered kernels, in order of preference: this tuple is the registration."""
 
-from numba_attn.kernels import block_per_head_fp32, flash_fp32, warp_streaming_fp32, warp_tile_fp32
+from numba_attn.kernels import (
+    block_per_head_fp32,
+    flash_fp32,
+    warp_streaming_fp32,
+    warp_tile_fp32,
+    warp_tile_multi_fp32,
+    warp_two_pass_fp32,
+)
 
 KERNELS = (
     flash_fp32.KERNEL,
+    warp_tile_multi_fp32.KERNEL,
     warp_tile_fp32.KERNEL,
+    warp_two_pass_fp32.KERNEL,
     warp_streaming_fp32.KERNEL,
     block_per_head_fp32.KERNEL,
 )

@@ -12,8 +12,9 @@ Algorithm. For each query, over tiles of 32 keys, lane t having key t of the til
 Work split. One block per (batch, head, WARPS query rows); each warp has one row, all warps share the tiles of K and
 V. In step 5 lane t owns the columns t + 32 i of O.
 
-Memory. Slices staged in shared memory: 4 (WARPS + 32) (BLOCK_D + 1) bytes for Q and K, 4 V_KEYS DV_BUCKET for V. The
-odd row stride puts the 32 keys of a column of K into 32 banks. acc: DV_BUCKET / 32 registers per lane.
+Memory. Slices staged in shared memory: 4 (WARPS + 32) (BLOCK_D + 4) bytes for Q and K, 4 V_KEYS DV_BUCKET for V. Q and
+K are read 16 bytes at a time, which the compiler does where rows start on 16 bytes; a row stride of 4 words times an
+odd number puts the reads of eight successive keys into 32 banks. acc: DV_BUCKET / 32 registers per lane.
 
 Numerics. One fp32 FMA chain per score over D and per output over the keys. Against float64, normwise, at D = 1024:
 4e-7 on uniform inputs, 1.2e-6 on normal ones. A key that does not count is skipped by its position, never multiplied
@@ -40,6 +41,7 @@ from numba_attn.kernel import Kernel, Launch
 from numba_attn.problem import MAX_GRID, Device, Problem
 
 DV_BUCKETS = (32, 64, 128, 256, 512, 1024)
+PAD = 4  # words per row
 
 
 @dataclass(frozen=True)
@@ -114,9 +116,10 @@ def build(config: Config):
     WARPS, BLOCK_D = config.warps, config.block_d
     end_of_row = Mask(config.is_causal).end  # the first key past a row's last one
     DV_BUCKET, V_KEYS = config.dv_bucket, config.v_keys
-    ROW_STRIDE = BLOCK_D + 1
+    ROW_STRIDE = BLOCK_D + PAD
     ACC = DV_BUCKET // WARP
-    D_COLUMNS, V_LOADS = BLOCK_D // WARP, V_KEYS * ACC // WARPS
+    V_WIDTH = min(DV_BUCKET, config.threads)  # threads side by side on a row of V
+    V_HEIGHT = config.threads // V_WIDTH
 
     @cuda.jit
     def warp_tile_fp32(Q, K, V, O, lse, scale):
@@ -127,36 +130,39 @@ def build(config: Config):
         head = cuda.blockIdx.x // m_blocks
         m0 = cuda.blockIdx.x % m_blocks * WARPS
         b, h = head // H, head % H
-        tid = cuda.threadIdx.x
-        # Known not to be negative, lane is not tested for wrap-around at each access.
-        warp, lane = tid >> 5, tid & 31
+        # Known not to be negative, what is made of tid is not tested for wrap-around at each access.
+        tid = uint32(cuda.threadIdx.x)
+        warp, lane = tid // WARP, tid % WARP
         row = m0 + warp
         gQ, gK, gV = Q[b, h], K[b, h], V[b, h]
-        sQ = cuda.shared.array((WARPS, ROW_STRIDE), float32)
-        sK = cuda.shared.array((WARP, ROW_STRIDE), float32)
+        sQ = cuda.shared.array((WARPS, ROW_STRIDE), float32, alignment=16)
+        sK = cuda.shared.array((WARP, ROW_STRIDE), float32, alignment=16)
         sV = cuda.shared.array((V_KEYS, DV_BUCKET), float32)
         acc = cuda.local.array(ACC, float32)
         for i in range(ACC):
             acc[i] = ZERO
         m, l = NEG_INF, ZERO
         n_end = end_of_row(min(m0 + WARPS, Lq) - 1, Lk)
+        # Unsigned, positions past the end of the longest tensor do not wrap before they are clamped.
+        last_row, last_key, last_d, last_dv = uint32(Lq - 1), uint32(n_end - 1), uint32(D - 1), uint32(Dv - 1)
 
         for n0 in range(0, n_end, WARP):
             # S: lane t sums the whole score of key n0 + t, slice by slice of D
             s = ZERO
             for d0 in range(0, D, BLOCK_D):
                 cuda.syncthreads()  # everybody is done with the last slice
-                for i in range(D_COLUMNS):
-                    d = lane + WARP * i
-                    inside = d0 + d < D
-                    sQ[warp, d] = gQ[row, d0 + d] if inside & (row < Lq) else ZERO
-                    for r in range(WARP // WARPS):
-                        k = warp + WARPS * r
-                        sK[k, d] = gK[n0 + k, d0 + d] if inside & (n0 + k < n_end) else ZERO
+                for c0 in range(0, BLOCK_D, WARP):
+                    # Positions are clamped, not tested: loads without a branch are issued together.
+                    c = c0 + lane
+                    d = uint32(d0 + c)
+                    sQ[warp, c] = gQ[min(uint32(row), last_row), min(d, last_d)]
+                    # Past D zeros in K do: where Q's last column is not finite, its row is NaN anyway.
+                    for i in range(0, WARP, WARPS):
+                        k = gK[min(uint32(n0 + warp + i), last_key), min(d, last_d)]
+                        sK[warp + i, c] = k if d <= last_d else ZERO
                 cuda.syncthreads()  # the slice is there for everybody
-                for d in range(BLOCK_D):
-                    u = uint32(d)  # an unsigned index is not tested for wrap-around
-                    s += sQ[warp, u] * sK[lane, u]
+                for c in range(BLOCK_D):
+                    s += sQ[warp, c] * sK[lane, c]
 
             # online softmax over the 32 lanes
             n_keys = min(WARP, end_of_row(row, Lk) - n0)
@@ -179,14 +185,16 @@ def build(config: Config):
                 acc[i] *= alpha
             for k0 in range(0, min(WARP, n_end - n0), V_KEYS):
                 cuda.syncthreads()  # everybody is done with the last keys
-                for i in range(V_LOADS):
-                    k, d = (warp + WARPS * i) // ACC, lane + WARP * ((warp + WARPS * i) % ACC)
-                    sV[k, d] = gV[n0 + k0 + k, d] if (d < Dv) & (n0 + k0 + k < n_end) else ZERO
+                for i in range(0, V_KEYS, V_HEIGHT):
+                    for j in range(0, DV_BUCKET, V_WIDTH):
+                        k, d = tid // V_WIDTH + i, tid % V_WIDTH + j
+                        sV[k, d] = gV[min(uint32(n0 + k0 + k), last_key), min(uint32(d), last_dv)]
                 cuda.syncthreads()  # the keys are there for everybody
-                for k in range(k0, min(k0 + V_KEYS, n_keys)):
-                    p_k = cuda.shfl_sync(ALL_LANES, p, k)
-                    for i in range(ACC):
-                        acc[i] += p_k * sV[k - k0, lane + WARP * i]
+                for k in range(V_KEYS):
+                    if k0 + k < n_keys:
+                        p_k = cuda.shfl_sync(ALL_LANES, p, k0 + k)
+                        for i in range(ACC):
+                            acc[i] += p_k * sV[uint32(k), lane + WARP * i]
 
         # finish: O = acc / l, lse = m + ln l; a row without keys is 0 and -inf
         if row < Lq:

@@ -90,10 +90,12 @@ CASES = (
     Case(1, 1, 3, 9, 70, 7),
     Case(1, 1, 3, 40, 72, 68),
     Case(1, 1, 3, 70, 4, 4, minus_inf=40),
+    Case(1, 1, 3, 5, 1, 4, minus_inf=2),
     Case(1, 1, 3, 70, 4, 4, spread=200),
     Case(1, 1, 3, 0, 4, 4),
 )
-"""Tails in every length, several tiles and slices, both kinds of causal excess, keys that must not be touched."""
+"""Tails in every length, several tiles and slices, both kinds of causal excess, keys that must not be touched, and an
+infinity in the last column of K."""
 
 
 @dataclass(frozen=True, slots=True)
