@@ -10,6 +10,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import importlib.util
+import math
 import re
 import shutil
 import subprocess
@@ -22,6 +23,7 @@ from hypothesis import strategies as st
 from numba_attn import testing
 from numba_attn.kernel import OPERANDS
 from numba_attn.kernels import KERNELS
+from numba_attn.kernels.split_keys_fp32 import MergeConfig
 from numba_attn.launch import cache, compiler
 from numba_attn.problem import H200, MAX_GRID, Device, Problem
 
@@ -32,6 +34,7 @@ SMALL = Device("a GPU with 99 KB of shared memory a block", (12, 0), 170, 99 * 1
 PROBLEM = Problem(B=1, H=1, Hkv=1, Lq=1, Lk=1, D=1, Dv=1)
 
 MOST_CUBINS = 100
+MOST_WORKSPACE_BYTES = 512 * 10**6
 
 REGISTERS_PER_SM, REGISTER_UNIT = 65536, 8
 STATIC_SMEM_BYTES = 48 * 1024
@@ -49,6 +52,7 @@ KEY_LOOPS = {"warp_streaming_fp32": lambda config: (("FFMA", "LDG"), config.batc
 
 # Two blocks of 512 threads an SM leave 64 registers a thread: one pointer waits beside 16 shared loads of 16 bytes.
 MOST_LOCAL_ACCESSES_IN_KEY_LOOPS = {
+    "split_keys_fp32": 0,
     "flash_fp32": 0,
     "warp_tile_fp32": 1,
     "warp_streaming_fp32": 0,
@@ -90,7 +94,17 @@ def block_per_head_fp32_ptx(config):
     return (r"shfl\.sync\.bfly", r"ld\.shared", r"ld\.global", r"bar\.warp\.sync"), (r"cp\.async", foreign)
 
 
+def split_keys_fp32_ptx(config):
+    absent = (r"cp\.async", r"\b(ld|st)\.shared", r"\bbar\.", r"ex2\.approx\.ftz")
+    present = (r"shfl\.sync\.bfly", r"ex2\.approx\.f32")
+    if isinstance(config, MergeConfig):
+        return (*present, r"shfl\.sync\.idx", r"ld\.global\.f32"), absent
+    vectors = (r"ld\.global\.v4\.f32", r"st\.global\.v4\.f32")
+    return ((*present, *vectors), absent) if config.vector == 4 else (present, (*absent, *vectors))
+
+
 EXPECTED_PTX = {
+    "split_keys_fp32": split_keys_fp32_ptx,
     "flash_fp32": flash_fp32_ptx,
     "warp_tile_fp32": warp_tile_fp32_ptx,
     "warp_streaming_fp32": warp_streaming_fp32_ptx,
@@ -98,7 +112,7 @@ EXPECTED_PTX = {
     "warp_tile_multi_fp32": warp_tile_fp32_ptx,
     "warp_two_pass_fp32": warp_tile_fp32_ptx,
 }
-"""By kernel: patterns that its PTX has, and patterns that it has not, besides those of every kernel."""
+"""By kernel, of a launch's config: patterns that its PTX has, and that it has not, besides those of every kernel."""
 
 
 def fitting(kernel, device: Device) -> list:
@@ -215,17 +229,17 @@ def is_double(opcode: str) -> bool:
 @needs_nvdisasm
 @each_config(H200)
 def test_key_loops_keep_to_registers(kernel, config, tmp_path):
-    file = tmp_path / "kernel.cubin"
+    file, key_loops = tmp_path / "kernel.cubin", []
     opcodes, least = KEY_LOOPS.get(kernel.name, lambda config: (("FFMA",), KEY_LOOP_FMAS))(config)
     for _, binary in machine_code(kernel, config, H200.arch):
         file.write_bytes(binary.cubin)
         blocks = basic_blocks(file)
-        key_loops = [block for block in blocks if sum(opcode.startswith(opcodes) for opcode in block) >= least]
-        assert key_loops
-        most = MOST_LOCAL_ACCESSES_IN_KEY_LOOPS[kernel.name]
-        assert max(sum(map(is_local, block)) for block in key_loops) <= most
+        key_loops += [block for block in blocks if sum(opcode.startswith(opcodes) for opcode in block) >= least]
         assert not [opcode for block in blocks for opcode in block if is_double(opcode)]
         assert any(map(is_local, sum(blocks, []))) == (binary.stack_bytes > 0), "spills that the disassembly lacks"
+    assert key_loops
+    most = MOST_LOCAL_ACCESSES_IN_KEY_LOOPS[kernel.name]
+    assert max(sum(map(is_local, block)) for block in key_loops) <= most
 
 
 def test_every_kernel_is_listed():
@@ -235,8 +249,8 @@ def test_every_kernel_is_listed():
 @each_config(H200, covering)
 def test_ptx(kernel, config):
     workspace = kernel.workspace(PROBLEM, config)
-    present, absent = EXPECTED_PTX[kernel.name](config)
     for launch in kernel.launches(PROBLEM, config):
+        present, absent = EXPECTED_PTX[kernel.name](launch.config)
         ptx = compiler.ptx(launch, workspace, H200.arch)
         for pattern in (r"fma\.rn\.f32", *present):
             assert re.search(pattern, ptx), f"no {pattern}"
@@ -281,6 +295,7 @@ def test_config_is_a_listed_one_that_fits(kernel, device, problem):
     config = kernel.config(problem, device)
     assert config in set(kernel.configs())
     workspace = kernel.workspace(problem, config)
+    assert sum(4 * math.prod(space.shape) for space in workspace.values()) <= MOST_WORKSPACE_BYTES
     for launch in kernel.launches(problem, config):
         assert launch.smem_bytes <= device.smem_per_block_bytes
         assert 1 <= launch.grid <= MAX_GRID

@@ -16,8 +16,9 @@ from hypothesis import strategies as st
 
 import numba_attn
 from numba_attn import sim, testing
-from numba_attn.kernels import KERNELS
-from numba_attn.problem import H200, Device
+from numba_attn.choice import choose
+from numba_attn.kernels import KERNELS, split_keys_fp32
+from numba_attn.problem import H200, Device, Problem
 from numba_attn.testing import LAYOUTS, Case, accuracy
 
 SMALL_GPU = Device("a GPU with 99 KB of shared memory a block", (8, 9), 128, 99 * 1024, 72 * 1024 * 1024)
@@ -198,3 +199,42 @@ def test_every_choice_is_a_config_and_reaches_both_options(kernel):
         assert {kernel.config(case.problem, device) for case in testing.cases()} <= possible
     assert {kernel.config(case.problem, H200).is_causal for case in testing.cases()} == {False, True}
     assert {kernel.small_config(case.problem).is_causal for case in testing.small_cases()} == {False, True}
+
+
+@pytest.mark.parametrize(
+    ("sizes", "chosen"),
+    [
+        ((32, 32, 1, 4096, 128), "split_keys_fp32"),
+        ((1, 32, 1, 65536, 128), "split_keys_fp32"),
+        ((1, 1, 4, 256, 64), "split_keys_fp32"),
+        ((1, 1, 4, 255, 64), "flash_fp32"),
+        ((32, 32, 5, 4096, 128), "flash_fp32"),
+        ((1, 4, 256, 4096, 128), "split_keys_fp32"),
+        ((1, 8, 512, 4096, 128), "flash_fp32"),
+    ],
+    ids=str,
+)
+def test_keys_are_split_where_queries_are_few(sizes, chosen):
+    B, H, *lengths, D = sizes
+    problem = Problem(B, H, H, *lengths, D, D)
+    assert choose(None, KERNELS, problem, H200).name == chosen
+    # Under causality 4 rows attend 4 keys at most, however many there are.
+    assert choose(None, KERNELS, dataclasses.replace(problem, Lq=4, is_causal=True), H200).name == "flash_fp32"
+
+
+def test_keys_are_split_for_as_many_warps_as_fill_a_gpu():
+    for sizes, chunks in (
+        ((32, 32, 1, 4096), 4),
+        ((1, 32, 1, 65536), 128),
+        ((1, 1, 1, 65536), 1024),
+        ((8, 8, 99, 99), 1),
+    ):
+        B, H, *lengths = sizes
+        problem = Problem(B, H, H, *lengths, 128, 128)
+        kernel = split_keys_fp32.KERNEL
+        config = kernel.config(problem, H200)
+        partial, merge = kernel.launches(problem, config)
+        rows = problem.B * problem.H * problem.Lq
+        assert kernel.workspace(problem, config)["chunk_m"].shape == (rows, chunks)
+        assert partial.grid == problem.B * problem.H * -(-problem.Lq // config.rows) * chunks
+        assert merge.grid == rows * 4

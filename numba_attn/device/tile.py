@@ -12,7 +12,7 @@ A value per row (m, l, alpha) is kept by one lane each: lane i holds row i's.
 
 from __future__ import annotations
 
-from numba import cuda, float32, int32
+from numba import cuda, float32, int32, uint32
 
 from numba_attn.device.math import fma
 from numba_attn.device.ptx import opaque
@@ -209,3 +209,30 @@ def output_rows(rows: int, columns: int, vector: int, travels: int):
                     vstore(gO, (row0 + i, col), factor, O, (i, c))
 
     return load, store
+
+
+def register_rows(vector: int, travels: int):
+    """The verbs `column(c, lane)` and `load(patch, gA, row0, end, lane)` of rows that all lanes of a warp share:
+
+        patch[i, c] = gA[row0 + i, column c of this lane], column c = vector (lane + 32 (c // vector)) + c % vector
+
+    Rows from `end` on and columns past gA's own are filled with others of gA: leave them out by their position.
+    `travels` elements move at once; gA's columns are a multiple of it.
+    """
+    vload = vector_load(travels)
+
+    @verb
+    def column(c, lane):
+        return vector * (lane + WARP * (c // vector)) + c % vector
+
+    @verb
+    def load(patch, gA, row0, end, lane):
+        # In 32 bits, else Numba carries 64; unsigned, since a position past the end may pass 2^31.
+        last_row, last_col = uint32(end - 1), uint32(gA.shape[1] - travels)
+        own = opaque(lane)
+        for i in range(patch.shape[0]):
+            row = min(uint32(row0 + i), last_row)
+            for c in range(0, patch.shape[1], travels):
+                vload(patch, (i, c), gA, (row, min(uint32(column(c, own)), last_col)))
+
+    return column, load

@@ -3,6 +3,7 @@
 from numba_attn.kernels import (
     block_per_head_fp32,
     flash_fp32,
+    split_keys_fp32,
     warp_streaming_fp32,
     warp_tile_fp32,
     warp_tile_multi_fp32,
@@ -10,6 +11,7 @@ from numba_attn.kernels import (
 )
 
 KERNELS = (
+    split_keys_fp32.KERNEL,
     flash_fp32.KERNEL,
     warp_tile_multi_fp32.KERNEL,
     warp_tile_fp32.KERNEL,

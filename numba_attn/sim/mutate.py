@@ -60,6 +60,8 @@ class Case:
     """Standard deviation of the scores; where it is large, exp overflows unless the maximum is subtracted."""
     minus_inf: int = 0
     """The scores of the first keys are -inf."""
+    last_inf: bool = False
+    """The last element of V is Inf."""
 
     def inputs(self) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
         """q, k, v, the same in every run."""
@@ -72,6 +74,8 @@ class Case:
         if self.minus_inf:
             q[..., 0] = 1
             k[:, :, : self.minus_inf, 0] = -np.inf
+        if self.last_inf:
+            v[..., -1, -1] = np.inf
         return q, k, v
 
 
@@ -92,10 +96,12 @@ CASES = (
     Case(1, 1, 3, 70, 4, 4, minus_inf=40),
     Case(1, 1, 3, 5, 1, 4, minus_inf=2),
     Case(1, 1, 3, 70, 4, 4, spread=200),
+    Case(1, 1, 3, 40, 4, 4, last_inf=True),
+    Case(1, 1, 1, 245, 2, 4),
     Case(1, 1, 3, 0, 4, 4),
 )
-"""Tails in every length, several tiles and slices, both kinds of causal excess, keys that must not be touched, and an
-infinity in the last column of K."""
+"""Tails in every length, several tiles and slices, both kinds of causal excess, keys that must not be touched, an Inf
+that is attended, an infinity in the last column of K, more chunks than a warp has lanes."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -153,6 +153,10 @@ def _large() -> Iterator[Case]:
     yield Case(300, 1, 3, 33, 8, 5, is_causal=True)
     yield Case(1, 1, 256, 256, 1024, 1024)
     yield Case(1, 1, 64, 2048, 128, 128)
+    # Few rows: more chunks of keys than a warp has lanes, where keys are shared out.
+    for D in (64, 61, 144):
+        yield Case(1, 2, 1, 2500, D, D)
+        yield Case(1, 1, 3, 2300, D, D)
     yield from _kinds(Case(2, 3, 65, 130, 64, 64))
     yield from _kinds(Case(1, 2, 40, 300, 100, 100))
     for name in LAYOUTS:

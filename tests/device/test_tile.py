@@ -21,6 +21,7 @@ from numba_attn.device.tile import (
     mma_AB_where,
     mma_ABt,
     output_rows,
+    register_rows,
     scale_and_mask,
     store_rows,
 )
@@ -333,6 +334,32 @@ def test_output_rows_that_are_not_aligned(travels):
     surrounding = randn(4, 140)
     with pytest.raises(sim.SimulationError, match="misaligned vector access to tensor"):
         simulate(output_kernel(4, 4, 4, travels, 0, 0), surrounding[:, 1:129], randn(4), randn(4))
+
+
+@pytest.mark.parametrize(("columns", "vector", "travels"), [(1, 1, 1), (4, 4, 4), (4, 4, 1), (4, 1, 1), (8, 4, 4)])
+@pytest.mark.parametrize("end", [7, 5, 3])
+def test_register_rows(run, columns, vector, travels, end):
+    column, load = register_rows(vector, travels)
+
+    @cuda.jit
+    def kernel(A, O):
+        lane = cuda.threadIdx.x
+        patch = cuda.local.array((4, columns), float32)
+        load(patch, A, 2, end, lane)
+        for i in range(4):
+            for c in range(columns):
+                O[i, lane, c] = patch[i, c]
+                O[4 + i, lane, c] = float32(column(c, lane))
+
+    width = 32 * columns - 8
+    A, O = randn(end, width), nans(8, 32, columns)
+    run(kernel, A, O)
+    expected = np.broadcast_to(o_columns(columns, vector), (4, 32, columns))
+    np.testing.assert_array_equal(O[4:], expected)
+    rows = np.minimum(2 + np.arange(4), end - 1)[:, None, None]
+    inside = np.broadcast_to(expected < width, expected.shape)
+    np.testing.assert_array_equal(O[:4][inside], A[rows, np.minimum(expected, width - 1)][inside])
+    assert np.isin(O[:4], A).all()
 
 
 def test_column_maps_are_a_partition():
