@@ -109,33 +109,29 @@ def masked(q_rows: int, k_rows: int):
 
 
 def softmax(q_rows: int, k_rows: int):
-    """The verb `step(S, m, l, alpha, ratio, inverse, factor, peak)`: one step of the online softmax.
+    """The verb `step(S, m, l, alpha, unit, peak)`: one step of the online softmax.
 
-    S is in units of its tile, m in those of the head: ratio, a power of two, turns the first into the second, inverse
-    is 1 / ratio, and factor turns an m into an exponent of 2.
+    unit, a power of two, makes exponents of 2 of S. So all products with it are exact, and the only rounding before
+    the exponential is that of a difference, which is small where it counts:
 
-        m_new = max(m, ratio max S)     alpha = 2^(factor (m - m_new))     P = 2^(factor (ratio S - m_new))
-        l = alpha l + sum P, over this lane's own columns
-
-    S becomes peak P. Differences come first: where they are small, and count, they have the precision of small numbers.
+        m_new = max(m, unit max S)     alpha = 2^(m - m_new)     P = 2^(unit S - m_new)
+        l = alpha l + sum P, over this lane's own columns        S becomes peak P
     """
 
     @unrolled
-    def step(e, S, m, l, alpha, ratio, inverse, factor, peak):
-        tile_factor = factor * ratio
+    def step(e, S, m, l, alpha, unit, peak):
         for i in range(q_rows // M):
             for h in range(2):
                 places = [(i, j, 2 * h + r) for j in range(k_rows // N) for r in range(2)]
                 highest = _tree(e.max, [S[place] for place in places])
                 for distance in (1, 2):
                     highest = e.max(highest, e.shfl_xor(highest, distance))
-                m_old, m_new = m[i, h], e.max(m[i, h], highest * ratio)
+                m_old, m_new = m[i, h], e.max(m[i, h], highest * unit)
                 # For a row that has met no key: 2^(-inf - 0) is 0 where 2^(-inf - -inf) is NaN.
                 base = e.where(m_new > -np.inf, m_new, 0.0)
-                alpha[i, h] = e.ex2((m_old - base) * factor)
+                alpha[i, h] = e.ex2(m_old - base)
                 m[i, h] = m_new
-                base = base * inverse
-                probabilities = [e.ex2((S[place] - base) * tile_factor) for place in places]
+                probabilities = [e.ex2(e.fma(S[place], unit, -base)) for place in places]
                 for place, p in zip(places, probabilities, strict=True):
                     S[place] = p * peak
                 l[i, h] = e.fma(l[i, h], alpha[i, h], _tree(lambda a, b: a + b, probabilities))
@@ -178,7 +174,7 @@ def outputs(q_rows: int, k_rows: int, columns: int, chain: int):
 def _left_fragment(e, P, i: int, step: int) -> tuple:
     """(hi, lo) of P's columns 16 step .. + 15 as a left operand."""
     places = [(j, 2 * h) for j in (2 * step, 2 * step + 1) for h in range(2)]
-    pairs = [split(e, P[i, j, r], P[i, j, r + 1]) for j, r in places]
+    pairs = [split(e, P[i, j, r], P[i, j, r + 1], 1.0) for j, r in places]
     return [hi for hi, _ in pairs], [lo for _, lo in pairs]
 
 
@@ -197,10 +193,10 @@ def start(q_rows: int, columns: int):
     return start
 
 
-def finish(q_rows: int, columns: int, pair: bool):
+def finish(q_rows: int, columns: int):
     """The verb `finish(gO, O, l, unit, row0, lane)`: gO[row0 + row, column] = unit O / l, within gO.
 
-    l is summed over the four lanes of a row first, in place. With `pair`, columns are written two at once.
+    l is summed over the four lanes of a row first, in place.
     """
 
     @unrolled
@@ -214,11 +210,10 @@ def finish(q_rows: int, columns: int, pair: bool):
                 inverse = e.where(total > 0.0, e.number(1.0) / total, 0.0)
                 at = row + (M * i + 8 * h)
                 for j in range(-(-columns // N)):
-                    values = [O[i, j, 2 * h + r] * inverse * unit for r in range(2)]
-                    for r in range(0, 2, 2 if pair else 1):
-                        place = (at, col + (N * j + r))
+                    for r in range(2):
+                        place = at, col + (N * j + r)
                         inside = (at < rows) & (place[1] < columns_left)
-                        e.store(gO, place, values if pair else values[r : r + 1], inside)
+                        e.store(gO, place, [O[i, j, 2 * h + r] * inverse * unit], inside)
 
     @verb
     def finish(gO, O, l, unit, row0, lane):

@@ -18,15 +18,15 @@ from numba_attn.device.tile import WARP
 @dataclass(frozen=True)
 class RescueConfig:
     block_m: int
-    registers: int
-    """Columns of a row per lane."""
     is_causal: bool
-    threads: int
+    columns: int = 256
+    """The widest row: what is rare needs no machine code for each width."""
+    threads: int = 512
 
 
 def build_rescue(config: RescueConfig):
     """`rescue(Q, K, V, unsafe, O, lse, scale)`: the blocks [head, m_block] where `unsafe` is not 0."""
-    BLOCK_M, REGISTERS, WARPS = config.block_m, config.registers, config.threads // WARP
+    BLOCK_M, REGISTERS, WARPS = config.block_m, config.columns // WARP, config.threads // WARP
     end_of_row = Mask(config.is_causal).end
 
     @cuda.jit

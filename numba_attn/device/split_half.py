@@ -13,8 +13,8 @@ Halves are as good as fp32 where no sum is made of numbers that lost digits alon
 decides that (`AMAX` ..), and `is_safe` holds for a block of rows of Q against all keys if
 
   - every number is finite;
-  - scale D max|Q| max|K| <= 2^15: 2^-39 of that is less than a rounding of the score's exponential; or else most
-    elements of each row of Q and K reach 2^-4 and 2^-6 of the largest one, so that some large ones meet in each
+  - D max|Q| max|K| <= 2^15, Q being scaled: 2^-39 of that is less than a rounding of the score's exponential; or else
+    most elements of each row of Q and K reach 2^-4 and 2^-6 of the largest one, so that some large ones meet in each
     score, and its rounding errors in fp32 are larger than what was lost;
   - no row of V but zero rows is smaller than 2^-12 of the largest: P is split together with its tile's scale.
 """
@@ -23,7 +23,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from numba_attn.device.math import bits, from_bits
+from numba_attn.device.math import from_bits
 from numba_attn.device.softmax import ZERO, warp_max
 from numba_attn.device.tile import WARP
 from numba_attn.device.unrolled import unrolled
@@ -50,7 +50,8 @@ Q_LEVEL, K_LEVEL, V_SPREAD = np.float32(2.0**-4), np.float32(2.0**-6), np.float3
 MAX_SCORE = np.float32(2.0**15)
 INF = np.float32(np.inf)
 LEAST_RATIO = np.float32(2.0**-100)
-LOWEST, HIGHEST = np.float32(2.0**-126), np.float32(np.finfo(np.float32).max)
+"""Of the scales of V's tiles: one that is smaller holds zeros alone, where a block is safe."""
+LOWEST = np.float32(2.0**-126)
 
 
 def padded(columns: int) -> int:
@@ -82,21 +83,15 @@ def scales(peak):
 
 
 @verb
-def ratio_of(unscale, head_scale):
-    """2^-e of a tile in units of its head's largest one: at most 1. A tile that is 2^-100 of that counts as 0."""
-    return max(unscale * head_scale, LEAST_RATIO)
+def unit_of(q_unscale, k_unscale):
+    """The power of two that makes exponents of 2 of the products of two tiles; not 0, so that 0 times inf is 0."""
+    return max(q_unscale * k_unscale, LOWEST)
 
 
 @verb
-def inverse_of(power):
-    """1 / power of a power of 2."""
-    return from_bits((254 << 23) - bits(power))
-
-
-@verb
-def factor_of(scale, q_unscale, k_unscale):
-    """scale times both 2^-e, positive and finite: 0 times inf does not occur, and 2^-126 S is 0 in an exponent."""
-    return min(max(abs(scale) * q_unscale * k_unscale, LOWEST), HIGHEST)
+def peak_of(unscale, head_scale):
+    """What a probability of 1 is split as: P makes up for a tile of V that is smaller than the head's largest."""
+    return PEAK * max(unscale * head_scale, LEAST_RATIO)
 
 
 @verb
@@ -111,19 +106,19 @@ def extremes(record, first, last, lane):
 
 
 @verb
-def is_safe(scale_D, q_amax, q_level, k_amax, k_level, v_amax, v_min):
+def is_safe(D, q_amax, q_level, k_amax, k_level, v_amax, v_min):
     """Whether halves lose nothing that plain fp32 keeps; the arguments are `extremes` of the rows and keys involved."""
-    finite = (q_amax < INF) & (k_amax < INF) & (v_amax < INF)
-    small = scale_D * q_amax * k_amax <= MAX_SCORE
+    highest_score = D * q_amax * k_amax
+    finite = (q_amax < INF) & (k_amax < INF) & (v_amax < INF) & (highest_score < INF)
     dense = (q_level >= Q_LEVEL * q_amax) & (k_level >= K_LEVEL * k_amax)
-    return finite & (small | dense) & (v_min >= V_SPREAD * v_amax)
+    return finite & ((highest_score <= MAX_SCORE) | dense) & (v_min >= V_SPREAD * v_amax)
 
 
-def split(e, low, high) -> tuple:
-    """(hi, lo) of two numbers, packed."""
-    hi = e.halves(low, high)
+def split(e, low, high, scale) -> tuple:
+    """(hi, lo) of scale times two numbers, packed; the product is not rounded before it is split."""
+    hi = e.halves(low * scale, high * scale)
     hi_low, hi_high = e.unpack(hi)
-    return hi, e.halves(low - hi_low, high - hi_high)
+    return hi, e.halves(e.fma(low, scale, -hi_low), e.fma(high, scale, -hi_high))
 
 
 def image_word(rows: int):
@@ -147,7 +142,7 @@ def write_image(rows: int, columns: int):
     @unrolled
     def write(e, image, word, X, scale):
         for i in range(rows // 8):
-            pairs = [split(e, X[i, c] * scale, X[i, c + 1] * scale) for c in range(0, CHUNK, 2)]
+            pairs = [split(e, X[i, c], X[i, c + 1], scale) for c in range(0, CHUNK, 2)]
             at = word + i * (8 * ROW_BYTES // WORD_BYTES)
             e.store(image, (at,), [hi for hi, _ in pairs])
             e.store(image, (at + plane_bytes(rows, columns) // WORD_BYTES,), [lo for _, lo in pairs])

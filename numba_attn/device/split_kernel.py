@@ -10,7 +10,7 @@ from dataclasses import dataclass
 
 from numba import cuda, float32, int32
 
-from numba_attn.device.math import bits, from_bits
+from numba_attn.device.math import LOG2E, bits, from_bits
 from numba_attn.device.smem import vector_load
 from numba_attn.device.softmax import ALL_LANES, ONE, ZERO
 from numba_attn.device.split_half import (
@@ -42,9 +42,13 @@ class SplitConfig:
     def threads(self) -> int:
         return 8 * padded(self.columns) // CHUNK
 
+    @property
+    def min_blocks(self) -> int:
+        return 1024 // self.threads  # 64 registers a thread: loads of one block under the stores of others
+
 
 def build_split(config: SplitConfig):
-    """`split_halves(Q, K, V, Q_image, .., V_record, scale)`: Q takes the sign of the scale."""
+    """`split_halves(Q, K, V, Q_image, .., V_record, scale)`: Q is taken times scale log2(e)."""
     ROWS, VECTOR, CHUNKS = config.rows, config.vector, padded(config.columns) // CHUNK
     TILE_WORDS = image_words(ROWS, config.columns)
     TURNS = ROWS // 8
@@ -58,10 +62,10 @@ def build_split(config: SplitConfig):
         # who am I: block -> operand, batch, head, tile; thread -> one chunk of every eighth row
         q_tiles, k_tiles = Q_record.shape[1], K_record.shape[1]
         q_blocks, k_blocks = Q_record.shape[0] * q_tiles, K_record.shape[0] * k_tiles
-        block, tiles, sign = cuda.blockIdx.x, k_tiles, ONE
+        block, tiles, times = cuda.blockIdx.x, k_tiles, ONE
         if block < q_blocks:
             X, image, record, tiles = Q, Q_image, Q_record, q_tiles
-            sign = ONE if scale >= ZERO else -ONE
+            times = scale * LOG2E
         elif block < q_blocks + k_blocks:
             X, image, record, block = K, K_image, K_record, block - q_blocks
         else:
@@ -104,8 +108,8 @@ def build_split(config: SplitConfig):
         amax = from_bits(peak)
 
         # its image
-        up, down = scales(peak)
-        write(image[head], tile * TILE_WORDS + word(row, chunk), x, sign * up)
+        up, down = scales(bits(amax * abs(times)))
+        write(image[head], tile * TILE_WORDS + word(row, chunk), x, times * up)
 
         # its record
         for i in range(TURNS):
@@ -123,8 +127,10 @@ def build_split(config: SplitConfig):
                 if peaks[r] > 0:
                     row_min = min(row_min, from_bits(peaks[r]))
                     level = level if 2 * counts[r] > D else ZERO
-            record[head, tile, AMAX] = amax if amax < INF else INF
-            record[head, tile, LEVEL] = level
+            # A factor out of range is no scale: then fp32 has to do.
+            finite = (amax < INF) & (abs(times) * up < INF)
+            record[head, tile, AMAX] = amax * abs(times) if finite else INF
+            record[head, tile, LEVEL] = level * abs(times)
             record[head, tile, ROW_MIN] = row_min
             record[head, tile, UNSCALE] = down
 

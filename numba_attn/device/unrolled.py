@@ -93,6 +93,10 @@ class _Value:
     def __and__(self, other):
         return self._binary(other, None, "and_")
 
+    def __neg__(self):
+        # As NVVM spells it.
+        return _Value(self.e, self.e.builder.fsub(self.ir.type(-0.0), self.ir))
+
     def __lt__(self, other):
         return self._compare("<", other)
 

@@ -36,9 +36,9 @@ from numba import cuda, float32, int32
 
 from numba_attn.device import mma_tile
 from numba_attn.device.mask import Mask
-from numba_attn.device.math import LOG2E, bits, cdiv
+from numba_attn.device.math import LN2, bits, cdiv
 from numba_attn.device.mma_tile import lane_of_chunks, lane_of_rows
-from numba_attn.device.ptx import cp_async_commit, cp_async_wait
+from numba_attn.device.ptx import cp_async_commit, cp_async_wait, opaque
 from numba_attn.device.rescue_kernel import RescueConfig, build_rescue
 from numba_attn.device.smem import shared_memory
 from numba_attn.device.split_half import (
@@ -48,13 +48,12 @@ from numba_attn.device.split_half import (
     UNSCALE,
     copy_image,
     extremes,
-    factor_of,
     image_bytes,
     image_words,
-    inverse_of,
     is_safe,
-    ratio_of,
+    peak_of,
     scales,
+    unit_of,
 )
 from numba_attn.device.split_kernel import SplitConfig, build_split
 from numba_attn.device.tile import WARP
@@ -77,7 +76,6 @@ class Config:
     """Steps of 16 keys, of O."""
     min_blocks: int
     """Blocks that an SM holds."""
-    vector: int
     is_causal: bool
 
     def __post_init__(self):
@@ -117,15 +115,14 @@ class Tiles:
     slots: int
     min_blocks: int
 
-    def config(self, vector: int, is_causal: bool) -> Config:
+    def config(self, is_causal: bool) -> Config:
         sizes = (self.warps, self.q_rows, self.k_rows, self.columns, self.slots)
-        return Config(*sizes, s_chain=4, o_chain=2, min_blocks=self.min_blocks, vector=vector, is_causal=is_causal)
+        return Config(*sizes, s_chain=4, o_chain=2, min_blocks=self.min_blocks, is_causal=is_causal)
 
 
 # 32 rows a warp halve the shared loads per product, where registers for O last. 8 warps of 255 registers fill an SM.
 TILES = (
-    Tiles(32, warps=4, q_rows=32, k_rows=32, slots=4, min_blocks=3),
-    Tiles(64, warps=4, q_rows=32, k_rows=32, slots=4, min_blocks=3),
+    Tiles(64, warps=4, q_rows=32, k_rows=32, slots=4, min_blocks=2),
     Tiles(96, warps=8, q_rows=32, k_rows=32, slots=4, min_blocks=1),
     Tiles(128, warps=8, q_rows=32, k_rows=32, slots=4, min_blocks=1),
     Tiles(192, warps=8, q_rows=16, k_rows=32, slots=4, min_blocks=1),
@@ -150,17 +147,17 @@ def supports(problem: Problem, device: Device) -> str | None:
 
 def config(problem: Problem, device: Device) -> Config:
     tiles = next(tiles for tiles in TILES if tiles.columns >= max(problem.D, problem.Dv))
-    return tiles.config(4 if problem.vector == 4 else 1, problem.is_causal)
+    return tiles.config(problem.is_causal)
 
 
 def configs():
-    for tiles, vector, is_causal in product(TILES, (4, 1), (False, True)):
-        yield tiles.config(vector, is_causal)
+    for tiles, is_causal in product(TILES, (False, True)):
+        yield tiles.config(is_causal)
 
 
 def small_config(problem: Problem) -> Config:
     tiles = Tiles(cdiv(max(problem.D, problem.Dv), 16) * 16, warps=2, q_rows=16, k_rows=32, slots=3, min_blocks=1)
-    return tiles.config(4 if problem.vector == 4 else 1, problem.is_causal)
+    return tiles.config(problem.is_causal)
 
 
 def workspace(problem: Problem, config: Config) -> dict[str, Workspace]:
@@ -176,16 +173,18 @@ def workspace(problem: Problem, config: Config) -> dict[str, Workspace]:
 def launches(problem: Problem, config: Config) -> tuple[Launch, ...]:
     space = workspace(problem, config)
     images = tuple(name for name in space if name != "unsafe")
-    split = SplitConfig(config.k_rows, config.columns, config.vector)
+    split = SplitConfig(config.k_rows, config.columns, 4 if problem.vector == 4 else 1)
     tiles = sum(math.prod(space[name].shape[:2]) for name in space if name.endswith("_record"))
     blocks = math.prod(space["unsafe"].shape)
-    rescue = RescueConfig(config.block_m, cdiv(config.columns, WARP), config.is_causal, threads=16 * WARP)
+    rescue = RescueConfig(config.block_m, config.is_causal)
     return (
-        Launch(build_split, split, ("Q", "K", "V", *images, "scale"), tiles, split.threads),
+        Launch(
+            build_split, split, ("Q", "K", "V", *images, "scale"), tiles, split.threads, min_blocks=split.min_blocks
+        ),
         Launch(
             build_flash,
             config,
-            ("Q", "K", *images, "unsafe", "O", "lse", "scale"),
+            ("Q", "K", *images, "unsafe", "O", "lse"),
             blocks,
             config.threads,
             config.smem_bytes,
@@ -204,7 +203,7 @@ def build_flash(config: Config):
     PAIRED = SLOTS % 2 == 0
     AHEAD = SLOTS - 2 if PAIRED else SLOTS - 1  # slots in flight while others are read
     AHEAD_IS_V = AHEAD % 2 == 1  # what is copied while a tile of K is read
-    M_TILES = Q_ROWS // 16
+    IS_CAUSAL, M_TILES = config.is_causal, Q_ROWS // 16
     S_SHAPE, O_SHAPE, ROW_SHAPE = (M_TILES, K_ROWS // 8, 4), (M_TILES, cdiv(COLUMNS, 16) * 2, 4), (M_TILES, 2)
     end_of_row = Mask(config.is_causal).end
     copy_q = copy_image(Q_BYTES, config.threads)
@@ -216,22 +215,22 @@ def build_flash(config: Config):
     mask = mma_tile.masked(Q_ROWS, K_ROWS)
     softmax = mma_tile.softmax(Q_ROWS, K_ROWS)
     pv = mma_tile.outputs(Q_ROWS, K_ROWS, COLUMNS, config.o_chain)
-    finish = mma_tile.finish(Q_ROWS, COLUMNS, config.vector == 4)
+    finish = mma_tile.finish(Q_ROWS, COLUMNS)
 
     @cuda.jit
-    def flash_split_half(Q, K, Q_image, K_image, V_image, Q_record, K_record, V_record, unsafe, O, lse, scale):
+    def flash_split_half(Q, K, Q_image, K_image, V_image, Q_record, K_record, V_record, unsafe, O, lse):
         # who am I: block -> batch, head, m_block; a warp owns Q_ROWS query rows
         H, Lq, D, Lk = Q.shape[1], Q.shape[2], Q.shape[3], K.shape[2]
         m_blocks = unsafe.shape[1]
-        head = cuda.blockIdx.x // m_blocks
-        # Under causality the last rows have the most keys: start with them.
-        m_block = m_blocks - 1 - cuda.blockIdx.x % m_blocks
+        head, m_block = cuda.blockIdx.x // m_blocks, cuda.blockIdx.x % m_blocks
+        if IS_CAUSAL:
+            # The last rows have the most keys: start with those of all heads, so that no long block comes last.
+            heads = unsafe.shape[0]
+            head, m_block = cuda.blockIdx.x % heads, m_blocks - 1 - cuda.blockIdx.x // heads
         b, h = head // H, head % H
         tid = cuda.threadIdx.x
-        warp, lane = tid >> 5, tid & 31
+        lane = tid & 31
         m0 = m_block * BLOCK_M
-        row0 = m0 + warp * Q_ROWS
-        row = row0 + (lane >> 2)  # this lane's first
         rQ, rK, rV, gK, gV = Q_record[head], K_record[head], V_record[head], K_image[head], V_image[head]
 
         # halves only where they lose nothing
@@ -239,7 +238,7 @@ def build_flash(config: Config):
         q_amax, q_level, _ = extremes(rQ, q_tile, q_tile + Q_TILES, lane)
         k_amax, k_level, _ = extremes(rK, 0, rK.shape[0], lane)
         v_amax, _, v_min = extremes(rV, 0, rV.shape[0], lane)
-        safe = is_safe(abs(scale) * D, q_amax, q_level, k_amax, k_level, v_amax, v_min)
+        safe = is_safe(D, q_amax, q_level, k_amax, k_level, v_amax, v_min)
         if tid == 0:
             unsafe[head, m_block] = 0 if safe else 1
         if not safe:
@@ -257,9 +256,6 @@ def build_flash(config: Config):
             if not PAIRED or step & 1:
                 cp_async_commit()
         slot, free = 0, AHEAD
-        own_row = warp * Q_ROWS
-        q_at = smem + own_row // K_ROWS * Q_IMAGE_BYTES + own_row % K_ROWS * ROW_BYTES + lane_of_rows(lane)
-        k_lane, v_lane = lane_of_chunks(lane), lane_of_rows(lane)
         S = cuda.local.array(S_SHAPE, float32)  # then P
         acc = cuda.local.array(O_SHAPE, float32)
         m = cuda.local.array(ROW_SHAPE, float32)
@@ -267,17 +263,13 @@ def build_flash(config: Config):
         alpha = cuda.local.array(ROW_SHAPE, float32)
         ends = cuda.local.array(ROW_SHAPE, int32)
         start(acc, m, l)
-        warp_end = end_of_row(min(row0 + Q_ROWS, Lq) - 1, Lk)
-        # In the units of the largest tiles of K and V.
-        q_unscale = rQ[q_tile + own_row // K_ROWS, UNSCALE]
-        k_scale, k_unscale = scales(bits(k_amax))
+        q_unscale = rQ[q_tile + (tid >> 5) * Q_ROWS // K_ROWS, UNSCALE]
         v_scale, v_unscale = scales(bits(v_amax))
-        factor = factor_of(scale * LOG2E, q_unscale, k_unscale)
 
         for n_block in range(n_blocks):
             n0 = n_block * K_ROWS
-            ratio = ratio_of(rK[n_block, UNSCALE], k_scale)
-            peak = PEAK * ratio_of(rV[n_block, UNSCALE], v_scale)
+            unit = unit_of(q_unscale, rK[n_block, UNSCALE])
+            peak = peak_of(rV[n_block, UNSCALE], v_scale)
 
             # S = Q K^T, P = 2^(S - m)
             wait_slot()
@@ -289,14 +281,21 @@ def build_flash(config: Config):
                 if PAIRED:
                     copy_tile(ring + following(free) * SLOT_BYTES, gV, ahead * SLOT_WORDS, tid)
             cp_async_commit()
-            if n0 < warp_end:
-                qk(S, q_at, ring + slot * SLOT_BYTES + k_lane)
+            # Found anew for each tile: registers are short.
+            thread = opaque(tid)
+            lane, own_row = thread & 31, (thread >> 5) * Q_ROWS
+            row0 = m0 + own_row
+            has_keys = n0 < end_of_row(min(row0 + Q_ROWS, Lq) - 1, Lk)
+            if has_keys:
+                q_at = smem + own_row // K_ROWS * Q_IMAGE_BYTES + own_row % K_ROWS * ROW_BYTES
+                qk(S, q_at + lane_of_rows(lane), ring + slot * SLOT_BYTES + lane_of_chunks(lane))
                 if n0 + K_ROWS > end_of_row(row0, Lk):
                     for i in range(M_TILES):
                         for r in range(2):
-                            ends[i, r] = end_of_row(row + 16 * i + 8 * r, Lk) - n0 - 2 * (lane & 3)
+                            row = row0 + (lane >> 2) + 16 * i + 8 * r
+                            ends[i, r] = end_of_row(row, Lk) - n0 - 2 * (lane & 3)
                     mask(S, ends)
-                softmax(S, m, l, alpha, ratio, inverse_of(ratio), factor, peak)
+                softmax(S, m, l, alpha, unit, peak)
             slot, free = following(slot), following(free)
 
             # O = alpha O + P V
@@ -308,18 +307,19 @@ def build_flash(config: Config):
                 if ahead < n_blocks:
                     copy_tile(ring + free * SLOT_BYTES, gK if AHEAD_IS_V else gV, ahead * SLOT_WORDS, tid)
                 cp_async_commit()
-            if n0 < warp_end:
-                pv(acc, S, alpha, ring + slot * SLOT_BYTES + v_lane)
+            if has_keys:
+                pv(acc, S, alpha, ring + slot * SLOT_BYTES + lane_of_rows(opaque(tid) & 31))
             slot, free = following(slot), following(free)
 
         # finish: O = acc / l, lse = m + ln l
+        lane, row0 = tid & 31, m0 + (tid >> 5) * Q_ROWS
         finish(O[b, h], acc, l, v_unscale / PEAK, row0, lane)
-        factor = factor_of(scale, q_unscale, k_unscale)
         if lane & 3 == 0:
             for i in range(M_TILES):
                 for r in range(2):
-                    if row + 16 * i + 8 * r < lse.shape[2]:
-                        lse[b, h, row + 16 * i + 8 * r] = m[i, r] * factor + math.log(l[i, r])
+                    row = row0 + (lane >> 2) + 16 * i + 8 * r
+                    if row < lse.shape[2]:
+                        lse[b, h, row] = m[i, r] * LN2 + math.log(l[i, r])
 
     return flash_split_half
 
