@@ -29,6 +29,9 @@ def time_checked(benchmark, call, o, problem, problem_name: str, sample: measure
 
 @pytest.mark.parametrize("kernel", KERNELS, ids=lambda kernel: kernel.name)
 def test_kernel(benchmark, kernel, problem, problem_name, inputs, sample):
+    if reason := measure.why_left_out(kernel):
+        pytest.skip(reason)
+
     def call(**options):
         return numba_attn.attention(*inputs, causal=problem.is_causal, kernel=kernel, **options)
 

@@ -223,6 +223,23 @@ def test_check_only_some_cases(call, few_cases):
     assert (status, out.splitlines()[-1]) == (0, "warp_tile_fp32: 1 cases, 1 passed, 0 failed")
 
 
+def test_check_leaves_out_what_multiplies_with_torch(call, few_cases, monkeypatch):
+    monkeypatch.setattr(launch, "device_count", lambda: 1)
+    monkeypatch.setattr(launch, "device_facts", lambda index: H200)
+    monkeypatch.setattr(testing, "cases", lambda: few_cases)
+    monkeypatch.setattr(check, "require_toolkit", lambda: None)
+    monkeypatch.setattr(check, "lost_gpu", lambda: None)
+    monkeypatch.setattr(check, "run_on_gpu", check.simulate)
+    monkeypatch.setattr(measure, "cuda_torch", lambda: (None, "torch is not installed"))
+    status, out, _ = call("check")
+    why = "it multiplies with torch or CuPy, and torch is not installed"
+    assert status == 0
+    assert f"unfused_fp32: left out: {why}\n" in out
+    assert out.splitlines()[-1].endswith("2 cases, 2 passed, 0 failed")
+    status, out, err = call("check", "unfused_fp32")
+    assert (status, err) == (1, f"numba_attn: unfused_fp32 cannot be checked: {why}\n")
+
+
 def test_check_a_dropped_bounds_test(call, few_cases, tmp_path):
     file = broken_kernel(tmp_path, "if inside & (row < Lq) else", "if inside else")
     status, out, _ = call("check", file, "--sim")
@@ -510,9 +527,13 @@ def test_demo_measures(call, gpu_that_is_not_there):
     status, out, _ = call("demo")
     assert status == 0
     assert "torch is not installed" in out
+    measured = [kernel.name for kernel in KERNELS if not kernel.uses_matmul]
+    left_out = [kernel.name for kernel in KERNELS if kernel.uses_matmul]
     header, *rows = out.splitlines()[-1 - len(KERNELS) :]
     assert header.split()[:3] == ["kernel", "ms", "TFLOP/s"]
-    assert [row.split()[:2] for row in rows] == [[kernel.name, "0.50"] for kernel in KERNELS]
+    assert [row.split()[:2] for row in rows[: len(measured)]] == [[name, "0.50"] for name in measured]
+    why = "left out: it multiplies with torch or CuPy, and torch is not installed"
+    assert rows[len(measured) :] == [f"{name}: {why}" for name in left_out]
 
 
 def test_demo_times_nothing_that_is_wrong(call, gpu_that_is_not_there, monkeypatch):
@@ -525,9 +546,9 @@ def test_demo_times_nothing_that_is_wrong(call, gpu_that_is_not_there, monkeypat
     monkeypatch.setattr(demo.api, "attention", wrong)
     status, out, _ = call("demo")
     assert status == 1
-    first, *others, why = out.splitlines()[-1 - len(KERNELS) :]
+    first, *others, why = (line for line in out.splitlines()[-1 - len(KERNELS) :] if "left out" not in line)
     assert first.split() == [KERNELS[0].name, "wrong"]
-    assert all(line.split()[1] == "0.50" for line in others)
+    assert others and all(line.split()[1] == "0.50" for line in others)
     assert why.startswith(f"WRONG {KERNELS[0].name}: of the heads [(0, 0), (0, 1), (1, 1)]: o[0, ")
 
 

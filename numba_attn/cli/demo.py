@@ -62,7 +62,8 @@ def measure_all() -> int:
         progress.show(0, 1, "inputs and their float64 results")
         q, k, v = measure.uniform_inputs(problem, torch)
         sample = measure.Sample(q, k, v, problem)
-        contenders = [ours(kernel, q, k, v, sample) for kernel in KERNELS]
+        left_out = {kernel.name: reason for kernel in KERNELS if (reason := measure.why_left_out(kernel))}
+        contenders = [ours(kernel, q, k, v, sample) for kernel in KERNELS if kernel.name not in left_out]
         if torch:
             contenders.append(torchs(torch, q, k, v, sample))
         done, total = 1, 1 + len(contenders) * (1 + ROUNDS)
@@ -80,6 +81,8 @@ def measure_all() -> int:
     print(f"times by CUDA events, median of {ROUNDS} interleaved rounds; TF32 off{'' if torch else f'; {why_not}'}")
     print(f"chosen by default: {api.explain(q, k, v).chosen}\n")
     print(results(contenders, problem))
+    for name, reason in left_out.items():
+        print(f"{name}: left out: {reason}")
     return report_wrong(contenders)
 
 

@@ -13,6 +13,7 @@ import numpy as np
 
 from numba_attn import launch, testing
 from numba_attn.interop import numpy_arrays
+from numba_attn.kernel import Kernel
 from numba_attn.problem import Problem
 
 HEADLINE = Problem(B=32, H=32, Hkv=32, Lq=512, Lk=512, D=1024, Dv=1024)
@@ -28,6 +29,12 @@ def cuda_torch():
     except ImportError:
         return None, "torch is not installed"
     return (torch, None) if torch.cuda.is_available() else (None, f"torch {torch.__version__} finds no GPU")
+
+
+def why_left_out(kernel: Kernel) -> str | None:
+    """Why a kernel cannot be run here: without torch, arrays are Numba's, which have no product."""
+    _, why_no_torch = cuda_torch() if kernel.uses_matmul else (None, None)
+    return why_no_torch and f"it multiplies with torch or CuPy, and {why_no_torch}"
 
 
 def uniform_inputs(problem: Problem, torch) -> tuple:
