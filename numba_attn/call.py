@@ -40,6 +40,10 @@ class Call:
     lse_strides: tuple[int, ...]
     workspace: tuple[tuple[View, str], ...]
     """Layout and type of each temporary."""
+    uses_matmul: bool
+    """The plan multiplies with the arrays' library."""
+    needs_arrays: bool
+    """That, or stand-ins take the place of some."""
 
 
 def attend(names, q, k, v, causal, scale, enable_gqa, return_lse=False, kernel=None, out=None, stream=None):
@@ -96,9 +100,11 @@ def attend(names, q, k, v, causal, scale, enable_gqa, return_lse=False, kernel=N
     for view, dtype in call.workspace:
         temporaries.append(library.empty(q, *view, dtype, stream))
         pointers.append(library.pointer(temporaries[-1]))
-    if geometry.stand_ins:
-        temporaries += _stand_in(library, q, pointers, geometry, stream)
-    call.plan.run(library.stream_handle(call.device, stream), pointers, scale)
+    if call.needs_arrays:
+        arrays = [q, k, v, o, lse, *temporaries]
+        _run_with_arrays(library, call, arrays, pointers, scale, stream)
+    else:
+        call.plan.run(library.stream_handle(call.device, stream), pointers, scale)
     if library is device_arrays:
         library.release(adopted, stream)
     return o, lse
@@ -172,13 +178,18 @@ def _prepare(library, names, arrays, causal, enable_gqa, return_lse, kernel) -> 
     if out:
         layouts["O"] = check_out(*out, geometry, q)
         problem = replace(problem, vector=min(problem.vector, vector_width(layouts["O"], out[0].pointer)))
-    plan, workspace = None, ()
+    plan, workspace, uses_matmul = None, (), False
     _check_versions()
     if geometry.nothing_to_launch(return_lse):
         if kernel is not None:
             find(kernel, KERNELS)
     else:
         chosen = choose(kernel, KERNELS, problem, launch.device_facts(index))
+        uses_matmul = chosen.uses_matmul
+        if uses_matmul and not hasattr(library, "matmul"):
+            raise ValueError(
+                f"kernel {chosen.name} multiplies with the arrays' library: torch or CuPy arrays are needed"
+            )
         plan = launch.prepare(chosen, problem, index, layouts)
         workspace = tuple((View.contiguous(space.shape), space.dtype) for space in plan.workspace.values())
     return Call(
@@ -189,6 +200,8 @@ def _prepare(library, names, arrays, causal, enable_gqa, return_lse, kernel) -> 
         o_strides=contiguous_strides(geometry.o_shape),
         lse_strides=contiguous_strides(geometry.lse_shape),
         workspace=workspace,
+        uses_matmul=uses_matmul,
+        needs_arrays=uses_matmul or bool(geometry.stand_ins),
     )
 
 
@@ -243,18 +256,27 @@ def _fill_without_keys(library, o, lse, geometry, stream) -> None:
         library.fill(lse, -float("inf"), stream)
 
 
-def _stand_in(library, like, pointers, geometry, stream) -> list:
-    """Point the stand-ins at one zero, and an output without columns at scratch memory."""
-    temporaries = [library.empty(like, (1,), (1,), "float32", stream)]
-    library.fill(temporaries[0], 0.0, stream)
-    for name in geometry.stand_ins:
-        pointers[tuple(OPERANDS).index(name)] = library.pointer(temporaries[0])
+def _run_with_arrays(library, call, arrays, pointers, scale, stream) -> None:
+    """Run a plan that needs more than pointers; `arrays` are those at `pointers`."""
+    if call.geometry.stand_ins:
+        _stand_in(library, arrays, pointers, call.geometry, stream)
+    handle = library.stream_handle(call.device, stream)
+    more = (library, arrays, stream) if call.uses_matmul else ()
+    call.plan.run(handle, pointers, scale, *more)
+
+
+def _stand_in(library, arrays, pointers, geometry, stream) -> None:
+    """Put one zero in the place of each stand-in, and scratch memory in that of an output without columns."""
+    like, problem = arrays[0], geometry.problem
+    zero = library.empty(like, (1,), (1,), "float32", stream)
+    library.fill(zero, 0.0, stream)
+    instead = dict.fromkeys(geometry.stand_ins, zero)
     if "V" in geometry.stand_ins:
-        problem = geometry.problem
         scratch = View.contiguous((problem.B, problem.H, problem.Lq, 1))
-        temporaries.append(library.empty(like, *scratch, "float32", stream))
-        pointers[tuple(OPERANDS).index("O")] = library.pointer(temporaries[-1])
-    return temporaries
+        instead["O"] = library.empty(like, *scratch, "float32", stream)
+    for name, array in instead.items():
+        place = tuple(OPERANDS).index(name)
+        arrays[place], pointers[place] = array, library.pointer(array)
 
 
 def _attend_on_host(names, q, k, v, causal, scale, enable_gqa, return_lse, kernel, out, stream):

@@ -12,10 +12,10 @@ from __future__ import annotations
 from collections.abc import Callable, Hashable, Iterable
 from dataclasses import dataclass
 
-from numba_attn.problem import Device, Problem
+from numba_attn.problem import Device, Problem, View
 
 OPERANDS = {"Q": 4, "K": 4, "V": 4, "O": 4, "lse": 3}
-"""Dimensions of the arrays that every launch may name in its `args`; `scale` is the one scalar, an fp32."""
+"""Dimensions of the arrays that every step may name; `scale` is an fp32 that a launch may name in its `args`."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -26,6 +26,49 @@ class Workspace:
     dtype: str = "float32"
 
 
+@dataclass(frozen=True)
+class Part:
+    """`name[index]`, in place: part of an array of `OPERANDS` or of a workspace, by its leading dimensions."""
+
+    name: str
+    index: tuple[int | slice, ...]
+
+    def __hash__(self):
+        # Slices have a hash from Python 3.12 on only.
+        return hash((self.name, repr(self.index)))
+
+    def of(self, view: View) -> tuple[View, int]:
+        """How a kernel sees it, and how many elements behind the first one of the array it starts."""
+        offset, dims = 0, []
+        for i, size, stride in zip(self.index, view.shape, view.strides, strict=False):
+            if isinstance(i, slice):
+                start, stop, step = i.indices(size)
+                offset += start * stride
+                dims.append((len(range(start, stop, step)), step * stride))
+            else:
+                offset += i * stride
+        dims += list(zip(view.shape, view.strides, strict=True))[len(self.index) :]
+        return View(*map(tuple, zip(*dims, strict=True))), offset
+
+    @property
+    def dimensions_less(self) -> int:
+        return sum(not isinstance(i, slice) for i in self.index)
+
+
+@dataclass(frozen=True, slots=True)
+class Matmul:
+    """One batched product in fp32 by the library of the caller's arrays: `out = left @ right`, all 3-D.
+
+    No flag of the library turns TF32 on. A kernel with such steps says so: `Kernel.uses_matmul`.
+    """
+
+    left: str | Part
+    right: str | Part
+    out: str | Part
+    transpose_right: bool = False
+    """`left @ right^T`: the last two dimensions of `right` exchanged."""
+
+
 @dataclass(frozen=True, slots=True)
 class Launch:
     """One grid of one compiled function."""
@@ -33,8 +76,9 @@ class Launch:
     build: Callable[[Hashable], Callable]
     """`build(config)` defines the kernel with the config's values as closure constants and returns it."""
     config: Hashable
-    args: tuple[str, ...]
-    """The kernel's parameters in order: names of `OPERANDS`, `scale`, or names of workspaces."""
+    args: tuple[str | Part | int, ...]
+    """The kernel's parameters in order: names of `OPERANDS` or of workspaces or parts of them, `scale`, or an int, a
+    32-bit one that the machine code does not depend on."""
     grid: int
     threads: int
     smem_bytes: int = 0
@@ -43,6 +87,11 @@ class Launch:
     """Blocks of a thread block cluster."""
     min_blocks: int = 1
     """Blocks that an SM must be able to hold: bounds the registers of a thread."""
+
+
+def grids(steps: Iterable[Launch | Matmul]) -> tuple[Launch, ...]:
+    """Those of a kernel's steps that run a compiled function of its own."""
+    return tuple(step for step in steps if isinstance(step, Launch))
 
 
 def suits_always(problem: Problem, device: Device) -> str | None:
@@ -57,7 +106,7 @@ def no_workspace(problem: Problem, config: Hashable) -> dict[str, Workspace]:
 
 @dataclass(frozen=True, slots=True)
 class Kernel:
-    """An attention kernel: one or several launches over a named workspace."""
+    """An attention kernel: one or several steps over a named workspace."""
 
     name: str
     """Algorithm and arithmetic, as the file is called: `flash_fp32`."""
@@ -73,8 +122,10 @@ class Kernel:
     """Every config that the heuristic can choose: what `precompile` builds and the compile gates check."""
     small_config: Callable[[Problem], Hashable]
     """The smallest tiles of the same body, for the simulator: several blocks, tiles and slices at small shapes."""
-    launches: Callable[[Problem, Hashable], tuple[Launch, ...]]
-    """The grids of one call, in order."""
+    launches: Callable[[Problem, Hashable], tuple[Launch | Matmul, ...]]
+    """The steps of one call, in order."""
     suits: Callable[[Problem, Device], str | None] = suits_always
     """Why another kernel should be preferred, or None if this one is a good choice."""
     workspace: Callable[[Problem, Hashable], dict[str, Workspace]] = no_workspace
+    uses_matmul: bool = False
+    """Its steps have a `Matmul`: the caller's arrays must be of a library that multiplies, torch or CuPy."""

@@ -92,6 +92,11 @@ class View(NamedTuple):
         """A row-major array."""
         return cls(shape, contiguous_strides(shape))
 
+    @property
+    def transposed(self) -> View:
+        """The last two dimensions exchanged."""
+        return View(*((*dims[:-2], dims[-1], dims[-2]) for dims in self))
+
 
 @dataclass(frozen=True, slots=True)
 class Geometry:

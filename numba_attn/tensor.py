@@ -110,16 +110,20 @@ def _setitem(context, builder, sig, args):
 
 
 class ArgumentBuffer:
-    """A kernel's arguments as it reads them: Tensors by their layouts, an fp32 scalar where there is none.
+    """A kernel's arguments as it reads them: Tensors by their layouts, ints as they are, an fp32 scalar for None.
 
-    template: the bytes, pointers and scalars being 0; positions: where each argument's pointer or scalar is.
+    template: the bytes, pointers and fp32 scalars being 0; positions: where each argument's pointer or scalar is.
     """
 
     def __init__(self, layouts: list):
         formats, values, self.positions = "", [], []
         for layout in layouts:
+            if layout is None or isinstance(layout, int):
+                code, content = ("f", [0.0]) if layout is None else ("i", [layout])
+            else:
+                code, content = packing(len(layout.shape)), [0, *layout.shape, *layout.strides]
             # A layout of no elements more, so that the size ends on the alignment of what follows.
-            self.positions.append(struct.calcsize(formats + ("0f" if layout is None else "0P")))
-            formats += "f" if layout is None else packing(len(layout.shape))
-            values += [0.0] if layout is None else [0, *layout.shape, *layout.strides]
+            self.positions.append(struct.calcsize(f"{formats}0{code[0]}"))
+            formats += code
+            values += content
         self.template = struct.pack(formats, *values)

@@ -41,7 +41,8 @@ class ReferencePlan:
         self.kernel, self.problem, self.layouts = kernel, problem, layouts
         self.workspace = {"partial": Workspace((3, 5))} if kernel.name == "with_workspace" else {}
 
-    def run(self, stream, pointers, scale):
+    def run(self, stream, pointers, scale, *products):
+        assert bool(products) == self.kernel.uses_matmul
         assert len(pointers) == len(OPERANDS) + len(self.workspace)
         assert all(pointers[len(OPERANDS) :])
         operands = zip(OPERANDS, pointers, strict=False)

@@ -222,6 +222,23 @@ def test_check_only_some_cases(call, few_cases):
     assert (status, out.splitlines()[-1]) == (0, "warp_tile_fp32: 1 cases, 1 passed, 0 failed")
 
 
+def test_check_leaves_out_what_multiplies_with_torch(call, few_cases, monkeypatch):
+    monkeypatch.setattr(launch, "device_count", lambda: 1)
+    monkeypatch.setattr(launch, "device_facts", lambda index: H200)
+    monkeypatch.setattr(testing, "cases", lambda: few_cases)
+    monkeypatch.setattr(check, "require_toolkit", lambda: None)
+    monkeypatch.setattr(check, "lost_gpu", lambda: None)
+    monkeypatch.setattr(check, "run_on_gpu", check.simulate)
+    monkeypatch.setattr(torch_backends, "cuda_torch", lambda: (None, "torch is not installed"))
+    status, out, _ = call("check")
+    why = "it multiplies with torch or CuPy, and torch is not installed"
+    assert status == 0
+    assert f"unfused_fp32: left out: {why}\n" in out
+    assert out.splitlines()[-1].endswith("2 cases, 2 passed, 0 failed")
+    status, out, err = call("check", "unfused_fp32")
+    assert (status, err) == (1, f"numba_attn: unfused_fp32 cannot be checked: {why}\n")
+
+
 def test_check_a_dropped_bounds_test(call, few_cases, tmp_path):
     file = broken_kernel(tmp_path, "min(uint32(row), last_row)", "row")
     status, out, _ = call("check", file, "--sim")

@@ -21,7 +21,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from numba_attn import testing
-from numba_attn.kernel import OPERANDS
+from numba_attn.kernel import OPERANDS, Part, grids
 from numba_attn.kernels import KERNELS
 from numba_attn.kernels.split_keys_fp32 import MergeConfig
 from numba_attn.launch import cache, compiler
@@ -54,6 +54,7 @@ KEY_LOOPS = {"warp_streaming_fp32": lambda config: (("FFMA", "LDG"), config.batc
 MOST_LOCAL_ACCESSES_IN_KEY_LOOPS = {
     "split_keys_fp32": 0,
     "flash_fp32": 0,
+    "unfused_fp32": 0,
     "warp_tile_fp32": 1,
     "warp_streaming_fp32": 0,
     "block_per_head_fp32": 0,
@@ -103,9 +104,14 @@ def split_keys_fp32_ptx(config):
     return ((*present, *vectors), absent) if config.vector == 4 else (present, (*absent, *vectors))
 
 
+def unfused_fp32_ptx(config):
+    return (r"ld\.global\.f32", r"st\.global\.[uf]32"), (r"cp\.async", r"ld\.global\.v")
+
+
 EXPECTED_PTX = {
     "split_keys_fp32": split_keys_fp32_ptx,
     "flash_fp32": flash_fp32_ptx,
+    "unfused_fp32": unfused_fp32_ptx,
     "warp_tile_fp32": warp_tile_fp32_ptx,
     "warp_streaming_fp32": warp_streaming_fp32_ptx,
     "block_per_head_fp32": block_per_head_fp32_ptx,
@@ -120,7 +126,7 @@ def fitting(kernel, device: Device) -> list:
     return [
         config
         for config in kernel.configs()
-        if all(launch.smem_bytes <= device.smem_per_block_bytes for launch in kernel.launches(PROBLEM, config))
+        if all(launch.smem_bytes <= device.smem_per_block_bytes for launch in grids(kernel.launches(PROBLEM, config)))
     ]
 
 
@@ -160,7 +166,7 @@ def fresh_cache(tmp_path_factory, monkeypatch):
 def machine_code(kernel, config, arch: str) -> list:
     """(launch, binary) of each launch of a config."""
     workspace = kernel.workspace(PROBLEM, config)
-    return [(launch, compiler.binary(launch, workspace, arch)) for launch in kernel.launches(PROBLEM, config)]
+    return [(launch, compiler.binary(launch, workspace, arch)) for launch in grids(kernel.launches(PROBLEM, config))]
 
 
 def check_resources(device: Device, launch, binary) -> None:
@@ -229,14 +235,17 @@ def is_double(opcode: str) -> bool:
 @needs_nvdisasm
 @each_config(H200)
 def test_key_loops_keep_to_registers(kernel, config, tmp_path):
-    file, key_loops = tmp_path / "kernel.cubin", []
-    opcodes, least = KEY_LOOPS.get(kernel.name, lambda config: (("FFMA",), KEY_LOOP_FMAS))(config)
+    file, all_blocks = tmp_path / "kernel.cubin", []
     for _, binary in machine_code(kernel, config, H200.arch):
         file.write_bytes(binary.cubin)
         blocks = basic_blocks(file)
-        key_loops += [block for block in blocks if sum(opcode.startswith(opcodes) for opcode in block) >= least]
+        all_blocks += blocks
         assert not [opcode for block in blocks for opcode in block if is_double(opcode)]
         assert any(map(is_local, sum(blocks, []))) == (binary.stack_bytes > 0), "spills that the disassembly lacks"
+    opcodes, least = KEY_LOOPS.get(kernel.name, lambda config: (("FFMA",), KEY_LOOP_FMAS))(config)
+    key_loops = [block for block in all_blocks if sum(opcode.startswith(opcodes) for opcode in block) >= least]
+    if kernel.uses_matmul:
+        key_loops = all_blocks  # the products are the library's
     assert key_loops
     most = MOST_LOCAL_ACCESSES_IN_KEY_LOOPS[kernel.name]
     assert max(sum(map(is_local, block)) for block in key_loops) <= most
@@ -249,14 +258,17 @@ def test_every_kernel_is_listed():
 @each_config(H200, covering)
 def test_ptx(kernel, config):
     workspace = kernel.workspace(PROBLEM, config)
-    for launch in kernel.launches(PROBLEM, config):
+    has_fma = False
+    for launch in grids(kernel.launches(PROBLEM, config)):
         present, absent = EXPECTED_PTX[kernel.name](launch.config)
         ptx = compiler.ptx(launch, workspace, H200.arch)
-        for pattern in (r"fma\.rn\.f32", *present):
+        has_fma |= "fma.rn.f32" in ptx
+        for pattern in present:
             assert re.search(pattern, ptx), f"no {pattern}"
         for pattern in (*NEVER_IN_PTX, *absent):
             found = re.search(f".*{pattern}.*", ptx)
             assert found is None, found[0]
+    assert has_fma
 
 
 def test_cubins_of_the_matrix():
@@ -267,7 +279,7 @@ def test_cubins_of_the_matrix():
         for kernel in KERNELS
         for problem in problems
         if kernel.supports(problem, H200) is None
-        for launch in kernel.launches(problem, kernel.config(problem, H200))
+        for launch in grids(kernel.launches(problem, kernel.config(problem, H200)))
     }
     assert len(needed) <= MOST_CUBINS
 
@@ -296,11 +308,12 @@ def test_config_is_a_listed_one_that_fits(kernel, device, problem):
     assert config in set(kernel.configs())
     workspace = kernel.workspace(problem, config)
     assert sum(4 * math.prod(space.shape) for space in workspace.values()) <= MOST_WORKSPACE_BYTES
-    for launch in kernel.launches(problem, config):
+    for launch in grids(kernel.launches(problem, config)):
         assert launch.smem_bytes <= device.smem_per_block_bytes
         assert 1 <= launch.grid <= MAX_GRID
         assert launch.threads % 32 == 0 and 32 <= launch.threads <= 1024
-        assert set(launch.args) <= {*OPERANDS, "scale", *workspace}
+        names = {arg.name if isinstance(arg, Part) else arg for arg in launch.args if not isinstance(arg, int)}
+        assert names <= {*OPERANDS, "scale", *workspace}
 
 
 @pytest.mark.parametrize("kernel", KERNELS, ids=lambda kernel: kernel.name)

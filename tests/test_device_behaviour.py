@@ -21,6 +21,9 @@ pytestmark = pytest.mark.gpu
 
 every_kernel = pytest.mark.parametrize("kernel", [kernel.name for kernel in KERNELS])
 
+# A library's product may sum in another order for another layout.
+every_kernel_with_own_products = pytest.mark.parametrize("kernel", [k.name for k in KERNELS if not k.uses_matmul])
+
 
 def tensors(q=(2, 3, 65, 64), k=(2, 3, 70, 64), v=(2, 3, 70, 64), seed=0, device="cuda"):
     generator = torch.Generator(device).manual_seed(seed)
@@ -43,7 +46,7 @@ LAYOUTS = {
 }
 
 
-@every_kernel
+@every_kernel_with_own_products
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_strided_is_bitwise_the_contiguous_call(kernel, layout):
     arrays = tensors()

@@ -30,7 +30,8 @@ def check(D=64, kernel=None, device="cuda"):
 """
 
 
-@pytest.mark.parametrize("kernel", NAMES)
+# A library's product may sum in another order for another alignment.
+@pytest.mark.parametrize("kernel", [kernel.name for kernel in KERNELS if not kernel.uses_matmul])
 def test_misaligned_operands(kernel):
     # In a process of its own: a misaligned access ends the context.
     run_python(

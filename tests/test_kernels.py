@@ -25,6 +25,11 @@ SMALL_GPU = Device("a GPU with 99 KB of shared memory a block", (8, 9), 128, 99 
 
 each_kernel = pytest.mark.parametrize("kernel", KERNELS, ids=lambda kernel: kernel.name)
 
+# A library's product may sum in another order for another layout.
+each_with_own_products = pytest.mark.parametrize(
+    "kernel", [kernel for kernel in KERNELS if not kernel.uses_matmul], ids=lambda kernel: kernel.name
+)
+
 
 def each_case(cases):
     """One test a case; under xdist the kernels' tests of one case share a worker, and so what is expected."""
@@ -121,7 +126,7 @@ def test_gpu_any_shape_and_stride(kernel, case, device, to_gpu, guarded_output):
 
 
 @pytest.mark.gpu
-@each_kernel
+@each_with_own_products
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_gpu_layouts_change_no_bit(kernel, layout, to_gpu, guarded_output):
     case = Case(2, 3, 65, 130, 64, 72, is_causal=True, layout=layout)

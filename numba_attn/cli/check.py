@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Iterator
 
 import numpy as np
 
 from numba_attn import api, launch, sim, testing
+from numba_attn.bench import torch_backends
 from numba_attn.cli.errors import CommandError, require_toolkit
 from numba_attn.cli.kernel_file import KERNEL_HELP, find
 from numba_attn.cli.screen import Progress, one_line
@@ -42,6 +44,7 @@ def run(args) -> int:
         require_toolkit()
         device, matrix, evaluate = launch.device_facts(0), testing.cases(), run_on_gpu
         print(f"on {device.name}")
+        kernels = list(those_that_run(kernels))
     cases = [case for case in matrix if args.only is None or args.only in str(case)]
     if not cases:
         raise CommandError(f"no case has {args.only!r} in its name", status=2)
@@ -65,6 +68,24 @@ def run(args) -> int:
         refused = f", {counts['refused']} refused by its `supports`" if counts["refused"] else ""
         print(f"{name}: {len(cases)} cases, {counts['passed']} passed, {counts['failed']} failed{refused}")
     return 0 if all(counts["passed"] and not counts["failed"] for counts in tally.values()) else 1
+
+
+def why_left_out(kernel: Kernel) -> str | None:
+    """Why a kernel cannot be run here: without torch, arrays are Numba's, which have no product."""
+    _, why_no_torch = torch_backends.cuda_torch() if kernel.uses_matmul else (None, None)
+    return why_no_torch and f"it multiplies with torch or CuPy, and {why_no_torch}"
+
+
+def those_that_run(kernels) -> Iterator[Kernel]:
+    """The kernels that can be run here; the others are told, and one that was asked for is an error."""
+    for kernel in kernels:
+        reason = why_left_out(kernel)
+        if reason is None:
+            yield kernel
+        elif len(kernels) == 1:
+            raise CommandError(f"{kernel.name} cannot be checked: {reason}")
+        else:
+            print(f"{kernel.name}: left out: {reason}")
 
 
 def check_case(case: testing.Case, kernels, device, evaluate):
@@ -96,11 +117,16 @@ def run_on_gpu(kernel: Kernel, case: testing.Case) -> tuple[np.ndarray, np.ndarr
     """O and lse, after a check of the memory around O."""
     target = testing.guarded((case.B, case.H, case.Lq, case.Dv))
     out = OnGpu(target)
-    inputs = map(OnGpu, testing.place_inputs(case))
-    _, lse = api.attention(*inputs, **case.kwargs, return_lse=True, kernel=kernel, out=out)
+    arrays = [*map(OnGpu, testing.place_inputs(case)), out]
+    if kernel.uses_matmul:
+        torch, _ = torch_backends.cuda_torch()
+        arrays = [torch.as_tensor(array, device="cuda") for array in arrays]
+    q, k, v, o = arrays
+    _, lse = api.attention(q, k, v, **case.kwargs, return_lse=True, kernel=kernel, out=o)
     buffer = out.buffer.copy_to_host()
     target.check(buffer)
-    return testing.Placed(buffer, target.shape, target.strides, target.offset).view, lse.copy_to_host()
+    lse = lse.cpu().numpy() if hasattr(lse, "cpu") else lse.copy_to_host()
+    return testing.Placed(buffer, target.shape, target.strides, target.offset).view, lse
 
 
 class OnGpu:

@@ -6,7 +6,7 @@ from dataclasses import replace
 
 from numba_attn import launch
 from numba_attn.cli.errors import CommandError
-from numba_attn.kernel import Kernel, Launch
+from numba_attn.kernel import Kernel, Launch, grids
 from numba_attn.launch import compiler
 from numba_attn.problem import H200, Device, Problem
 
@@ -42,4 +42,4 @@ def devices_of(archs: list[str] | None) -> list[Device]:
 
 def launches_of(kernel: Kernel, config, problem: Problem) -> list[tuple[Launch, dict]]:
     """The launches of a config, each with the workspace that it needs to be compiled."""
-    return [(launch, kernel.workspace(problem, config)) for launch in kernel.launches(problem, config)]
+    return [(launch, kernel.workspace(problem, config)) for launch in grids(kernel.launches(problem, config))]

@@ -50,6 +50,17 @@ class Library(Protocol):
     def release(self, adopted: tuple, stream: Any) -> None:
         """Called once the launch is queued: the adopted arrays may go."""
 
+    # Of libraries that multiply, torch and CuPy:
+
+    def view(self, array: Any, shape, strides, offset: int) -> Any:
+        """An array of the library over the same memory, `offset` elements behind the first one of `array`."""
+
+    def matmul(self, left: Any, right: Any, out: Any, stream: Any) -> None:
+        """out[i] = left[i] @ right[i] in fp32, ordered on the stream; no flag turns TF32 on, and all stay as they are.
+
+        The library may copy an operand whose strides its product does not take.
+        """
+
 
 def library_of(names: tuple[str, ...], arrays: tuple) -> Any:
     """The module that serves all the arrays.

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Hashable
 from contextlib import ExitStack
+from functools import partial
 
 import cupy
 
+from numba_attn.interop.flags import turned_off
 from numba_attn.problem import Operand, strides_in_elements
 
 
@@ -44,6 +46,27 @@ def stream_handle(device: int, stream) -> int:
 
 def release(adopted: tuple, stream) -> None:
     pass
+
+
+def view(array: cupy.ndarray, shape, strides, offset: int) -> cupy.ndarray:
+    item = array.itemsize
+    return cupy.ndarray(shape, array.dtype, array.data + item * offset, tuple(item * stride for stride in strides))
+
+
+def matmul(left: cupy.ndarray, right: cupy.ndarray, out: cupy.ndarray, stream) -> None:
+    with _entered(out.device.id, stream), _tf32_off():
+        cupy.matmul(left, right, out=out)
+
+
+def _tf32_off():
+    # Private, but there is no public way; CUPY_TF32=1 sets the same.
+    core = cupy._core
+    tf32, fp32 = core._routines_linalg.COMPUTE_TYPE_TF32, core._routines_linalg.COMPUTE_TYPE_FP32
+
+    def found():
+        return tf32 if core.get_compute_type("float32") == tf32 else None
+
+    return turned_off(found, partial(core.set_compute_type, "float32"), fp32)
 
 
 def _as_stream(stream, device: int):

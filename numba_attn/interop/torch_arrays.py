@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Hashable
+from contextlib import nullcontext
+from functools import partial
 
 import torch
 
+from numba_attn.interop.flags import turned_off
 from numba_attn.problem import Operand
 
 DEVICE_TYPE = "cuda"
@@ -95,6 +98,33 @@ def stream_handle(device: int, stream) -> int:
 
 def release(adopted: tuple, stream) -> None:
     pass
+
+
+def view(array: torch.Tensor, shape, strides, offset: int) -> torch.Tensor:
+    return array.as_strided(shape, strides, array.storage_offset() + offset)
+
+
+def matmul(left: torch.Tensor, right: torch.Tensor, out: torch.Tensor, stream) -> None:
+    with _tf32_off(), nullcontext() if stream is None else _entered(stream, out.device):
+        torch.bmm(left, right, out=out)
+
+
+def _tf32_off():
+    switch = torch.backends.cuda.matmul
+    if not hasattr(switch, "fp32_precision"):  # before torch 2.9
+        return turned_off(lambda: switch.allow_tf32 or None, partial(setattr, switch, "allow_tf32"), False)
+    # Reading the old flag raises where the new one was set.
+    return turned_off(_precision_to_put_back, partial(setattr, switch, "fp32_precision"), "ieee")
+
+
+def _precision_to_put_back() -> str | None:
+    switch = torch.backends.cuda.matmul
+    found = switch.fp32_precision
+    if found in ("ieee", "none"):
+        return None
+    # What comes from a wider setting goes on following that.
+    switch.fp32_precision = "none"
+    return "none" if switch.fp32_precision == found else found
 
 
 def _as_stream(stream, device) -> torch.cuda.Stream:

@@ -3,7 +3,9 @@
 from numba_attn.kernels import (
     block_per_head_fp32,
     flash_fp32,
+    flash_split_half_sm80,
     split_keys_fp32,
+    unfused_fp32,
     warp_streaming_fp32,
     warp_tile_fp32,
     warp_tile_multi_fp32,
@@ -12,7 +14,9 @@ from numba_attn.kernels import (
 
 KERNELS = (
     split_keys_fp32.KERNEL,
+    flash_split_half_sm80.KERNEL,
     flash_fp32.KERNEL,
+    unfused_fp32.KERNEL,
     warp_tile_multi_fp32.KERNEL,
     warp_tile_fp32.KERNEL,
     warp_two_pass_fp32.KERNEL,

@@ -17,7 +17,7 @@ from dataclasses import asdict, dataclass, fields
 from numba import cuda
 from numba.cuda import types
 
-from numba_attn.kernel import OPERANDS, Launch, Workspace
+from numba_attn.kernel import OPERANDS, Launch, Part, Workspace
 from numba_attn.launch import cache
 from numba_attn.tensor import Tensor
 
@@ -75,15 +75,17 @@ _REPORTED = {field.name for field in fields(Binary)} - {"cubin"}
 
 
 def argument_types(launch: Launch, workspace: Mapping[str, Workspace]) -> tuple:
-    """Numba types of the kernel's parameters, from their names."""
+    """Numba types of the kernel's parameters."""
     result = []
-    for name in launch.args:
-        if name == "scale":
-            result.append(types.float32)
-        elif name in OPERANDS:
-            result.append(Tensor(types.float32, OPERANDS[name]))
+    for argument in launch.args:
+        if argument == "scale" or isinstance(argument, int):
+            result.append(types.float32 if argument == "scale" else types.int32)
+            continue
+        name, less = (argument.name, argument.dimensions_less) if isinstance(argument, Part) else (argument, 0)
+        if name in OPERANDS:
+            result.append(Tensor(types.float32, OPERANDS[name] - less))
         else:
-            result.append(Tensor(getattr(types, workspace[name].dtype), len(workspace[name].shape)))
+            result.append(Tensor(getattr(types, workspace[name].dtype), len(workspace[name].shape) - less))
     return tuple(result)
 
 

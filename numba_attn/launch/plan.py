@@ -6,11 +6,13 @@ import os
 import threading
 from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import replace
+from itertools import groupby
+from typing import Any
 
-from numba_attn.kernel import OPERANDS, Kernel, Launch, Workspace
+from numba_attn.kernel import OPERANDS, Kernel, Launch, Matmul, Part, Workspace
 from numba_attn.launch import compiler
 from numba_attn.launch.driver import LauncherOfThread, LoadedKernel, device_facts
-from numba_attn.problem import Problem, View
+from numba_attn.problem import ITEM_BYTES, Problem, View
 from numba_attn.tensor import ArgumentBuffer
 
 
@@ -24,22 +26,25 @@ class Plan:
         launches: tuple[Launch, ...],
         workspace: Mapping[str, Workspace],
         device_index: int,
-        layouts: Mapping[str, View],
+        layouts: Mapping[str | Part, View],
+        parts: Sequence[Part] = (),
     ):
         self.workspace = dict(workspace)
         self._steps = []
-        places = {name: place for place, name in enumerate((*OPERANDS, *workspace))}
+        places = {name: place for place, name in enumerate((*OPERANDS, *workspace, *parts))}
+        known = {**layouts, "scale": None}
         for launch in launches:
-            buffer = ArgumentBuffer([None if name == "scale" else layouts[name] for name in launch.args])
+            buffer = ArgumentBuffer([arg if isinstance(arg, int) else known[arg] for arg in launch.args])
             kernel = _loaded(launch, workspace, device_index)
             of_thread = LauncherOfThread(kernel, launch.grid, launch.threads, launch.cluster, buffer.template)
             slots = list(zip(launch.args, buffer.positions, strict=True))
-            words = [(position // 8, places[name]) for name, position in slots if name != "scale"]
+            words = [(position // 8, places[name]) for name, position in slots if name in places]
             floats = [position // 4 for name, position in slots if name == "scale"]
             self._steps.append((of_thread, words, floats))
 
     def run(self, stream: int, pointers: Sequence[int], scale: float) -> None:
-        """Launch on `stream`, with the addresses of the arrays of `OPERANDS` and of the workspaces, in this order."""
+        """Launch on `stream`, with the addresses of the arrays of `OPERANDS`, of the workspaces and of the parts, in
+        this order."""
         for of_thread, words, floats in self._steps:
             launcher = of_thread.launcher
             buffer = launcher.words
@@ -50,7 +55,55 @@ class Plan:
             launcher.launch(stream)
 
 
-def prepare(kernel: Kernel, problem: Problem, device_index: int, layouts: Mapping[str, View]) -> Plan:
+class PlanWithProducts:
+    """The steps of one call some of which are products by the library of the arrays, and take parts of arrays."""
+
+    __slots__ = ("_steps", "workspace")
+
+    def __init__(
+        self,
+        steps: tuple[Launch | Matmul, ...],
+        workspace: Mapping[str, Workspace],
+        device_index: int,
+        layouts: Mapping[str, View],
+    ):
+        self.workspace = dict(workspace)
+        self._steps = []
+        places = {name: place for place, name in enumerate((*OPERANDS, *workspace))}
+
+        def located(operand: str | Part) -> tuple[int, View, int]:
+            """The array's place, the operand's layout, and at which of the array's elements it starts."""
+            part = operand if isinstance(operand, Part) else Part(operand, ())
+            return places[part.name], *part.of(layouts[part.name])
+
+        for is_product, group in groupby(steps, lambda step: isinstance(step, Matmul)):
+            if is_product:
+                for step in group:
+                    place, view, offset = located(step.right)
+                    right = (place, view.transposed if step.transpose_right else view, offset)
+                    self._steps.append((None, (located(step.left), right, located(step.out))))
+            else:
+                launches = tuple(group)
+                parts = dict.fromkeys(arg for launch in launches for arg in launch.args if isinstance(arg, Part))
+                views = {part: located(part)[1] for part in parts}
+                plan = Plan(launches, workspace, device_index, {**layouts, **views}, tuple(parts))
+                self._steps.append((plan, tuple(map(located, parts))))
+
+    def run(self, handle: int, pointers: Sequence[int], scale: float, library: Any, arrays, stream: Any) -> None:
+        """As `Plan.run` on the stream of this handle, the caller's `stream`; `arrays` are those at `pointers`."""
+        for plan, operands in self._steps:
+            if plan is None:
+                library.matmul(
+                    *(library.view(arrays[place], *view, offset) for place, view, offset in operands), stream
+                )
+            else:
+                parts = (pointers[place] + ITEM_BYTES * offset for place, _, offset in operands)
+                plan.run(handle, [*pointers, *parts], scale)
+
+
+def prepare(
+    kernel: Kernel, problem: Problem, device_index: int, layouts: Mapping[str, View]
+) -> Plan | PlanWithProducts:
     """Compile or load what `kernel` needs for `problem` on a device.
 
     Args:
@@ -59,7 +112,8 @@ def prepare(kernel: Kernel, problem: Problem, device_index: int, layouts: Mappin
     config = kernel.config(problem, device_facts(device_index))
     workspace = kernel.workspace(problem, config)
     temporaries = {name: View.contiguous(space.shape) for name, space in workspace.items()}
-    return Plan(kernel.launches(problem, config), workspace, device_index, {**layouts, **temporaries})
+    kind = PlanWithProducts if kernel.uses_matmul else Plan
+    return kind(kernel.launches(problem, config), workspace, device_index, {**layouts, **temporaries})
 
 
 _lock = threading.Lock()
@@ -80,8 +134,7 @@ if hasattr(os, "register_at_fork"):
 
 def _loaded(launch: Launch, workspace: Mapping[str, Workspace], device_index: int) -> LoadedKernel:
     """The launch's kernel on the device, compiled and loaded once however many threads ask for it."""
-    kinds = tuple((name, w.dtype, len(w.shape)) for name, w in workspace.items())
-    identity = (replace(launch, grid=0), kinds, device_index)
+    identity = (replace(launch, args=(), grid=0), compiler.argument_types(launch, workspace), device_index)
     with _lock:
         lock = _locks.setdefault(identity, threading.Lock())
     with lock:

@@ -8,7 +8,7 @@ from math import prod
 
 import numpy as np
 
-from numba_attn.kernel import Kernel
+from numba_attn.kernel import Kernel, Matmul, Part
 from numba_attn.problem import H200, Problem, View, vector_width
 from numba_attn.sim.errors import SimulationError
 from numba_attn.sim.lockstep import Hub
@@ -75,13 +75,20 @@ def attention(
         arrays[name] = _poisoned(space.shape, space.dtype)
     written = {name: np.zeros(array.shape, bool) for name, array in arrays.items() if name not in ("Q", "K", "V")}
     for step in kernel.launches(problem, config):
+        if isinstance(step, Matmul):
+            _multiply(step, arrays, written)
+            continue
         if step.cluster != 1:
             raise SimulationError(f"kernel `{kernel.name}`: clusters are not simulated, blocks run one by one")
-        args = [np.float32(scale) if name == "scale" else arrays[name] for name in step.args]
+        names = [argument.name if isinstance(argument, Part) else str(argument) for argument in step.args]
+        args = [np.float32(scale) if x == "scale" else x if isinstance(x, int) else _of(arrays, x) for x in step.args]
         # A launch races with none before it: its logs start empty.
-        logs = [Log(arrays[name].shape, written.get(name)) if name in arrays else None for name in step.args]
+        logs = [
+            Log(arg.shape, _of(written, x)) if isinstance(arg, np.ndarray) else None
+            for arg, x in zip(args, step.args, strict=True)
+        ]
         function = step.build(step.config)
-        _launch(function, (step.grid, 1, 1), (step.threads, 1, 1), args, step.args, logs, step.smem_bytes)
+        _launch(function, (step.grid, 1, 1), (step.threads, 1, 1), args, names, logs, step.smem_bytes)
     for name in ("O", "lse"):
         missing = np.argwhere(~written[name])
         if len(missing):
@@ -89,6 +96,27 @@ def attention(
             what = f"{len(missing)} of {written[name].size} elements of {name} left unwritten"
             raise SimulationError(f"{what}, the first {name}[{first}]; kernel `{kernel.name}`, {problem}")
     return (arrays["O"], arrays["lse"]) if return_lse else arrays["O"]
+
+
+def _of(arrays: dict[str, np.ndarray], operand: str | Part) -> np.ndarray | None:
+    """The array, or the part of it, that a step names."""
+    name, index = (operand.name, operand.index) if isinstance(operand, Part) else (operand, ())
+    return arrays[name][index] if name in arrays else None
+
+
+def _multiply(step: Matmul, arrays: dict[str, np.ndarray], written: dict[str, np.ndarray]) -> None:
+    """A product of the caller's library: fp32 sums, here in order of the index and the same on every machine."""
+    for operand in (step.left, step.right):
+        known = _of(written, operand)
+        if known is not None and not known.all():
+            raise SimulationError(f"product of {operand}: {np.count_nonzero(~known)} elements that nobody has written")
+    left, right, out = (_of(arrays, operand) for operand in (step.left, step.right, step.out))
+    right = right.swapaxes(1, 2) if step.transpose_right else right
+    out[...] = 0
+    with np.errstate(all="ignore"):
+        for k in range(left.shape[2]):
+            out += left[:, :, k, None] * right[:, k, None]
+    _of(written, step.out)[...] = True
 
 
 def _launch(function, grid_dim, block_dim, args, names, logs, smem_bytes: int) -> None:

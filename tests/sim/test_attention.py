@@ -12,7 +12,7 @@ import pytest
 from numba import cuda, float32
 
 from numba_attn import reference, sim
-from numba_attn.kernel import Launch, Workspace
+from numba_attn.kernel import Launch, Matmul, Part, Workspace
 from numba_attn.kernels import KERNELS
 from numba_attn.sim.mutate import CASES
 
@@ -118,6 +118,45 @@ def test_workspace_is_kept_between_launches_and_poisoned_before():
     np.testing.assert_array_equal(sim.attention(*arrays, kernel=_two_launches(True)), np.full((1, 1, 3, 3), 2))
     with pytest.raises(sim.SimulationError, match=r"read of tensor part\[0\].*nobody has written; kernel `use`"):
         sim.attention(*arrays, kernel=_two_launches(False))
+
+
+def _with_product(steps, **workspace):
+    return dataclasses.replace(
+        TOY,
+        name="with_product",
+        launches=lambda problem, config: tuple(steps),
+        workspace=lambda problem, config: workspace,
+        uses_matmul=True,
+    )
+
+
+def test_products_and_parts():
+    def build_add(config):
+        def add(O, row, step):
+            for d in range(O.shape[1]):
+                O[row, d] += float32(step)
+
+        return add
+
+    q, k, v = _inputs(B=2, H=2, Lq=3, Lk=5, D=4, Dv=3)
+    steps = []
+    for b in range(2):
+        for rows in (slice(0, 2), slice(2, 3)):
+            S = Part("S", (slice(0, 2), slice(0, rows.stop - rows.start)))
+            steps.append(Matmul(Part("Q", (b, slice(0, 2), rows)), Part("K", (b,)), S, transpose_right=True))
+            steps.append(Matmul(S, Part("V", (b,)), Part("O", (b, slice(0, 2), rows))))
+    steps.append(Launch(build_add, None, (Part("O", (1, 0)), 2, 7), 1, 1))
+    expected = q @ k.swapaxes(2, 3) @ v
+    expected[1, 0, 2] += 7
+    _assert_close(sim.attention(q, k, v, kernel=_with_product(steps, S=Workspace((2, 2, 5)))), expected)
+    with pytest.raises(sim.SimulationError, match="18 of 36 elements of O left unwritten"):
+        sim.attention(q, k, v, kernel=_with_product(steps[:4], S=Workspace((2, 2, 5))))
+
+
+def test_products_of_what_nobody_has_written():
+    step = Matmul("S", Part("V", (0,)), Part("O", (0,)))
+    with pytest.raises(sim.SimulationError, match="^product of S: 30 elements that nobody has written"):
+        sim.attention(*_inputs(), kernel=_with_product([step], S=Workspace((2, 3, 5))))
 
 
 def test_misaligned_arrays_are_copied():
