@@ -52,6 +52,7 @@ class Part:
 
     @property
     def dimensions_less(self) -> int:
+        """Dimensions that the index takes away."""
         return sum(not isinstance(i, slice) for i in self.index)
 
 
@@ -77,8 +78,8 @@ class Launch:
     """`build(config)` defines the kernel with the config's values as closure constants and returns it."""
     config: Hashable
     args: tuple[str | Part | int, ...]
-    """The kernel's parameters in order: names of `OPERANDS` or of workspaces or parts of them, `scale`, or an int, a
-    32-bit one that the machine code does not depend on."""
+    """The kernel's parameters in order: names of `OPERANDS` or of workspaces, where `Kernel.uses_matmul` also parts of
+    them, `scale`, or an int, a 32-bit one that the machine code does not depend on."""
     grid: int
     threads: int
     smem_bytes: int = 0
