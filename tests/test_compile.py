@@ -21,8 +21,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from numba_attn import testing
+from numba_attn.device.rescue_kernel import RescueConfig
+from numba_attn.device.split_kernel import SplitConfig
 from numba_attn.kernel import OPERANDS, Part, grids
-from numba_attn.kernels import KERNELS
+from numba_attn.kernels import KERNELS, flash_split_half_sm80
 from numba_attn.kernels.split_keys_fp32 import MergeConfig
 from numba_attn.launch import cache, compiler
 from numba_attn.problem import H200, MAX_GRID, Device, Problem
@@ -33,7 +35,7 @@ SMALL = Device("a GPU with 99 KB of shared memory a block", (12, 0), 170, 99 * 1
 # The smallest problem fits any config, and equal configs mean equal machine code.
 PROBLEM = Problem(B=1, H=1, Hkv=1, Lq=1, Lk=1, D=1, Dv=1)
 
-MOST_CUBINS = 100
+MOST_CUBINS = 40  # of one kernel
 MOST_WORKSPACE_BYTES = 512 * 10**6
 
 REGISTERS_PER_SM, REGISTER_UNIT = 65536, 8
@@ -47,11 +49,15 @@ MOST_SPILL_BYTES = 640
 KEY_LOOP_FMAS = 32
 """A basic block with as many fused multiply-adds as this is the body of a key loop."""
 
-KEY_LOOPS = {"warp_streaming_fp32": lambda config: (("FFMA", "LDG"), config.batch)}
+KEY_LOOPS = {
+    "flash_split_half_sm80": lambda config: (("HMMA",), KEY_LOOP_FMAS),
+    "warp_streaming_fp32": lambda config: (("FFMA", "LDG"), config.batch),
+}
 """By kernel, where that is not so: the opcodes that count, and how many. This loop is cut at each batch of loads."""
 
 # Two blocks of 512 threads an SM leave 64 registers a thread: one pointer waits beside 16 shared loads of 16 bytes.
 MOST_LOCAL_ACCESSES_IN_KEY_LOOPS = {
+    "flash_split_half_sm80": 1,
     "split_keys_fp32": 0,
     "flash_fp32": 0,
     "unfused_fp32": 0,
@@ -108,7 +114,19 @@ def unfused_fp32_ptx(config):
     return (r"ld\.global\.f32", r"st\.global\.[uf]32"), (r"cp\.async", r"ld\.global\.v")
 
 
+def flash_split_half_sm80_ptx(config):
+    if isinstance(config, SplitConfig):
+        loads = r"ld\.global\.v4\.f32" if config.vector == 4 else r"ld\.global\.[bfu]32"
+        return (loads, r"cvt\.rn\.f16x2\.f32", r"st\.global\.v4", r"atom\.shared"), (r"mma\.sync", r"cp\.async")
+    if isinstance(config, RescueConfig):
+        return (r"shfl\.sync\.bfly", r"ex2\.approx\.f32"), (r"mma\.sync", r"ex2\.approx\.ftz")
+    copies = r"cp\.async\.cg\.shared\.global \[[^]]+\], \[[^]]+\], 16,"
+    loads = r"ldmatrix\.sync\.aligned\.m8n8\.x4\.shared", r"ldmatrix\.sync\.aligned\.m8n8\.x4\.trans\.shared"
+    return (copies, *loads, r"mma\.sync\.aligned\.m16n8k16", r"ex2\.approx\.ftz"), (r"cp\.async\.ca", r"\batom\b")
+
+
 EXPECTED_PTX = {
+    "flash_split_half_sm80": flash_split_half_sm80_ptx,
     "split_keys_fp32": split_keys_fp32_ptx,
     "flash_fp32": flash_fp32_ptx,
     "unfused_fp32": unfused_fp32_ptx,
@@ -271,12 +289,22 @@ def test_ptx(kernel, config):
     assert has_fma
 
 
-def test_cubins_of_the_matrix():
+@pytest.mark.parametrize("config", flash_split_half_sm80.configs(), ids=str)
+def test_products_of_halves(config):
+    _, flash, _ = flash_split_half_sm80.launches(PROBLEM, config)
+    text = compiler.ptx(flash, flash_split_half_sm80.workspace(PROBLEM, config), H200.arch)
+    rows, steps = config.q_rows // 16, -(-config.d_bucket // 16)
+    of_s = config.products * steps * rows * (config.k_rows // 8)
+    of_o = 3 * (config.k_rows // 16) * rows * 2 * steps
+    assert text.count("mma.sync") == of_s + of_o
+
+
+@pytest.mark.parametrize("kernel", KERNELS, ids=lambda kernel: kernel.name)
+def test_cubins_of_the_matrix(kernel):
     problems = [case.problem for case in testing.cases()]
     needed = {
         # Of a launch, these decide the machine code.
         (launch.build, launch.config, launch.threads, launch.min_blocks)
-        for kernel in KERNELS
         for problem in problems
         if kernel.supports(problem, H200) is None
         for launch in grids(kernel.launches(problem, kernel.config(problem, H200)))

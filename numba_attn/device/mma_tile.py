@@ -46,8 +46,8 @@ def _half_of(pair, n: int) -> tuple:
     return hi[2 * n : 2 * n + 2], lo[2 * n : 2 * n + 2]
 
 
-SMALL_FIRST = ((1, 0), (0, 1), (0, 0))
-"""The three products, as which half (0: hi, 1: lo) of the left and of the right operand they take."""
+SMALL_FIRST = ((1, 1), (1, 0), (0, 1), (0, 0))
+"""The four products, as which half (0: hi, 1: lo) of the left and of the right operand they take."""
 
 
 def _products(e, lefts: list, rights: list) -> list:
@@ -64,11 +64,11 @@ def _products(e, lefts: list, rights: list) -> list:
     return sums
 
 
-def scores(q_rows: int, q_image_rows: int, k_rows: int, columns: int, chain: int):
+def scores(q_rows: int, q_image_rows: int, k_rows: int, columns: int, chain: int, products: int):
     """The verb `qk(S, q, k)`: S = Q K^T, in units of both tiles' scales.
 
     q, k: shared addresses of the images plus `lane_of_rows` and `lane_of_chunks`; that of Q may hold more rows than
-    the warp's. A sum moves on to fp32 after `chain` steps of 16 columns.
+    the warp's. A sum moves on to fp32 after `chain` steps of 16 columns. The smallest of four `products` may go.
     """
     m_tiles, n_tiles, steps = range(q_rows // M), range(k_rows // N), range(-(-columns // K))
 
@@ -81,7 +81,7 @@ def scores(q_rows: int, q_image_rows: int, k_rows: int, columns: int, chain: int
                 rows = [_load(e, q, q_image_rows, columns, M * i, 2 * step) for i in m_tiles]
                 for j in n_tiles[::2]:
                     keys = _load(e, k, k_rows, columns, N * j, 2 * step)
-                    for a, b in SMALL_FIRST:
+                    for a, b in SMALL_FIRST[-products:]:
                         for i in m_tiles:
                             for n in range(2):
                                 sums[i, j + n] = e.mma(rows[i][a], _half_of(keys, n)[b], sums[i, j + n])
@@ -213,7 +213,10 @@ def finish(q_rows: int, columns: int):
                     for r in range(2):
                         place = at, col + (N * j + r)
                         inside = (at < rows) & (place[1] < columns_left)
-                        e.store(gO, place, [O[i, j, 2 * h + r] * inverse * unit], inside)
+                        quotient = O[i, j, 2 * h + r] * inverse
+                        # What its rounding, and that of the inverse, left over.
+                        rest = e.fma(-quotient, total, O[i, j, 2 * h + r])
+                        e.store(gO, place, [e.fma(rest, inverse, quotient) * unit], inside)
 
     @verb
     def finish(gO, O, l, unit, row0, lane):

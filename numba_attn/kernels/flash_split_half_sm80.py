@@ -17,66 +17,61 @@ statistics need two shuffles and P never leaves its registers. Tiles of K and V 
 Memory. Images take the bytes of Q, K and V again, columns padded to 64. Shared: 4 WARPS Q_ROWS PADDED bytes for Q, 4
 K_ROWS PADDED for each slot. Registers per lane: Q_ROWS COLUMNS / 32 for O, Q_ROWS K_ROWS / 32 for S.
 
-Numerics. A number is off by 2^-23, a product by 2^-22 of it at most; sums are truncated within 16 S_CHAIN columns
-(S) or 16 O_CHAIN keys (O), and rounded to nearest beyond. Against float64, normwise: 5e-7 on normal inputs.
+Numerics. A number is off by 2^-23, a product by 2^-22 of it at most; sums are truncated within 16 S_CHAIN columns (S)
+or 16 O_CHAIN keys (O), and rounded to nearest beyond. Against float64, normwise: 5e-7 on normal inputs.
 
 Limits. Compute capability 8.0, head dims up to 256, images of at most 512 MB, a grid below 2^31 blocks.
 
-Source. Split and sums: Ootomo and Yokota 2022. FlashAttention-2 (Dao 2023). PTX ISA, "Matrix fragments for
-mma.m16n8k16".
+Source. Split and sums: Ootomo and Yokota 2022. FlashAttention-2 (Dao 2023).
 """
 
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import product
 
 from numba import cuda, float32, int32
 
 from numba_attn.device import mma_tile
 from numba_attn.device.mask import Mask
-from numba_attn.device.math import LN2, bits, cdiv
+from numba_attn.device.math import LN2, bits, cdiv, fma
 from numba_attn.device.mma_tile import lane_of_chunks, lane_of_rows
 from numba_attn.device.ptx import cp_async_commit, cp_async_wait, opaque
-from numba_attn.device.rescue_kernel import RescueConfig, build_rescue
 from numba_attn.device.smem import shared_memory
 from numba_attn.device.split_half import (
     PEAK,
-    RECORD,
     ROW_BYTES,
     UNSCALE,
     copy_image,
     extremes,
     image_bytes,
-    image_words,
     is_safe,
     peak_of,
     scales,
     unit_of,
 )
-from numba_attn.device.split_kernel import SplitConfig, build_split
 from numba_attn.device.tile import WARP
+from numba_attn.images import ImageBatches
 from numba_attn.kernel import Kernel, Launch, Workspace
-from numba_attn.problem import MAX_GRID, Device, Problem
-
-MAX_WORKSPACE_BYTES = 512 * 1024**2
+from numba_attn.problem import Device, Problem
 
 
 @dataclass(frozen=True)
 class Config:
+    d_bucket: int
     warps: int
     q_rows: int
     k_rows: int
-    columns: int
     slots: int
-    s_chain: int
+    min_blocks: int = 1
+    s_chain: int = 4
     """Steps of 16 columns after which a sum of S moves on to fp32."""
-    o_chain: int
+    o_chain: int = 2
     """Steps of 16 keys, of O."""
-    min_blocks: int
-    """Blocks that an SM holds."""
-    is_causal: bool
+    products: int = 3
+    """For Q K^T. The fourth, lo lo, shows beside the rounding errors of very short sums only."""
+    is_causal: bool = False
 
     def __post_init__(self):
         if self.q_rows % 16 or self.k_rows % 16 or self.k_rows % self.q_rows or self.block_m % self.k_rows:
@@ -92,11 +87,11 @@ class Config:
 
     @property
     def q_bytes(self) -> int:
-        return image_bytes(self.block_m, self.columns)
+        return image_bytes(self.block_m, self.d_bucket)
 
     @property
     def slot_bytes(self) -> int:
-        return image_bytes(self.k_rows, self.columns)
+        return image_bytes(self.k_rows, self.d_bucket)
 
     @property
     def smem_bytes(self) -> int:
@@ -104,102 +99,66 @@ class Config:
         return self.q_bytes + self.slots * self.slot_bytes
 
 
-@dataclass(frozen=True)
-class Tiles:
-    """Tile sizes for head dims up to `columns`."""
-
-    columns: int
-    warps: int
-    q_rows: int
-    k_rows: int
-    slots: int
-    min_blocks: int
-
-    def config(self, is_causal: bool) -> Config:
-        sizes = (self.warps, self.q_rows, self.k_rows, self.columns, self.slots)
-        return Config(*sizes, s_chain=4, o_chain=2, min_blocks=self.min_blocks, is_causal=is_causal)
-
-
-# 32 rows a warp halve the shared loads per product, where registers for O last. 8 warps of 255 registers fill an SM.
+# 32 rows a warp halve the shared loads per product, where registers for O last; 8 warps of 255 registers fill an SM.
+# Of two for as many columns the second is for GPUs with less shared memory.
 TILES = (
-    Tiles(64, warps=4, q_rows=32, k_rows=32, slots=4, min_blocks=2),
-    Tiles(96, warps=8, q_rows=32, k_rows=32, slots=4, min_blocks=1),
-    Tiles(128, warps=8, q_rows=32, k_rows=32, slots=4, min_blocks=1),
-    Tiles(192, warps=8, q_rows=16, k_rows=32, slots=4, min_blocks=1),
-    Tiles(256, warps=8, q_rows=16, k_rows=32, slots=3, min_blocks=1),
+    Config(32, warps=4, q_rows=32, k_rows=32, slots=4, min_blocks=2, products=4),
+    Config(64, warps=4, q_rows=32, k_rows=32, slots=4, min_blocks=2),
+    Config(96, warps=8, q_rows=32, k_rows=32, slots=4),
+    Config(128, warps=8, q_rows=32, k_rows=32, slots=4),
+    Config(128, warps=4, q_rows=32, k_rows=32, slots=4),
+    Config(192, warps=8, q_rows=16, k_rows=32, slots=4),
+    Config(256, warps=8, q_rows=16, k_rows=32, slots=3),
+    Config(256, warps=4, q_rows=16, k_rows=32, slots=3),
 )
 
 
 def supports(problem: Problem, device: Device) -> str | None:
     if device.cc < (8, 0):
         return f"multiplies halves by mma.m16n8k16, from compute capability 8.0 on: {device.name} has {device.cc}"
-    if max(problem.D, problem.Dv) > TILES[-1].columns:
-        return f"keeps O in registers, up to {TILES[-1].columns} columns: D={problem.D}, Dv={problem.Dv}"
+    if max(problem.D, problem.Dv) > TILES[-1].d_bucket:
+        return f"keeps O in registers, up to {TILES[-1].d_bucket} columns: D={problem.D}, Dv={problem.Dv}"
     chosen = config(problem, device)
     if device.smem_per_block_bytes < chosen.smem_bytes:
         return f"needs {chosen.smem_bytes} bytes of shared memory a block, {device.name} has less"
-    n_bytes = sum(4 * math.prod(space.shape) for space in workspace(problem, chosen).values())
-    if n_bytes > MAX_WORKSPACE_BYTES:
-        return f"needs {n_bytes} bytes of workspace, {MAX_WORKSPACE_BYTES} are allowed"
-    blocks = max(launch.grid for launch in launches(problem, chosen))
-    return f"needs {blocks} blocks, a grid holds {MAX_GRID}" if blocks > MAX_GRID else None
+    return images(problem, chosen).refusal
 
 
 def config(problem: Problem, device: Device) -> Config:
-    tiles = next(tiles for tiles in TILES if tiles.columns >= max(problem.D, problem.Dv))
-    return tiles.config(problem.is_causal)
+    wide = [tiles for tiles in TILES if tiles.d_bucket >= max(problem.D, problem.Dv)]
+    fitting = [tiles for tiles in wide if tiles.smem_bytes <= device.smem_per_block_bytes]
+    return replace((fitting or TILES[-1:])[0], is_causal=problem.is_causal)
 
 
 def configs():
     for tiles, is_causal in product(TILES, (False, True)):
-        yield tiles.config(is_causal)
+        yield replace(tiles, is_causal=is_causal)
 
 
 def small_config(problem: Problem) -> Config:
-    tiles = Tiles(cdiv(max(problem.D, problem.Dv), 16) * 16, warps=2, q_rows=16, k_rows=32, slots=3, min_blocks=1)
-    return tiles.config(problem.is_causal)
+    d_bucket = cdiv(max(problem.D, problem.Dv), 16) * 16
+    products = 4 if d_bucket <= 32 else 3
+    return Config(d_bucket, warps=2, q_rows=16, k_rows=32, slots=3, products=products, is_causal=problem.is_causal)
+
+
+def images(problem: Problem, config: Config) -> ImageBatches:
+    return ImageBatches(problem, config.k_rows, config.d_bucket, config.block_m)
 
 
 def workspace(problem: Problem, config: Config) -> dict[str, Workspace]:
-    heads, m_blocks = problem.B * problem.H, cdiv(problem.Lq, config.block_m)
-    tiles = {"Q": m_blocks * config.block_m // config.k_rows}
-    tiles["K"] = tiles["V"] = cdiv(problem.Lk, config.k_rows)
-    words = image_words(config.k_rows, config.columns)
-    images = {f"{name}_image": Workspace((heads, n * words), "uint32") for name, n in tiles.items()}
-    records = {f"{name}_record": Workspace((heads, n, RECORD)) for name, n in tiles.items()}
-    return {**images, **records, "unsafe": Workspace((heads, m_blocks), "int32")}
+    return images(problem, config).workspace
 
 
 def launches(problem: Problem, config: Config) -> tuple[Launch, ...]:
-    space = workspace(problem, config)
-    images = tuple(name for name in space if name != "unsafe")
-    split = SplitConfig(config.k_rows, config.columns, 4 if problem.vector == 4 else 1)
-    tiles = sum(math.prod(space[name].shape[:2]) for name in space if name.endswith("_record"))
-    blocks = math.prod(space["unsafe"].shape)
-    rescue = RescueConfig(config.block_m, config.is_causal)
-    return (
-        Launch(
-            build_split, split, ("Q", "K", "V", *images, "scale"), tiles, split.threads, min_blocks=split.min_blocks
-        ),
-        Launch(
-            build_flash,
-            config,
-            ("Q", "K", *images, "unsafe", "O", "lse"),
-            blocks,
-            config.threads,
-            config.smem_bytes,
-            min_blocks=config.min_blocks,
-        ),
-        Launch(build_rescue, rescue, ("Q", "K", "V", "unsafe", "O", "lse", "scale"), blocks, rescue.threads),
-    )
+    sizes = {"threads": config.threads, "smem_bytes": config.smem_bytes, "min_blocks": config.min_blocks}
+    return images(problem, config).launches(lambda blocks, args: Launch(build_flash, config, args, blocks, **sizes))
 
 
 def build_flash(config: Config):
-    Q_ROWS, K_ROWS, SLOTS, COLUMNS = config.q_rows, config.k_rows, config.slots, config.columns
+    Q_ROWS, K_ROWS, SLOTS, COLUMNS = config.q_rows, config.k_rows, config.slots, config.d_bucket
     BLOCK_M, Q_BYTES, SLOT_BYTES = config.block_m, config.q_bytes, config.slot_bytes
     Q_IMAGE_BYTES, Q_TILES, BLOCK_WORDS, SLOT_WORDS = SLOT_BYTES, BLOCK_M // K_ROWS, Q_BYTES // 4, SLOT_BYTES // 4
-    # With an even number of slots K and V of a tile arrive together: half the barriers, and warps drift apart, so that
-    # one multiplies while another exponentiates.
+    # With an even number of slots K and V of a tile arrive together, with half the barriers.
     PAIRED = SLOTS % 2 == 0
     AHEAD = SLOTS - 2 if PAIRED else SLOTS - 1  # slots in flight while others are read
     AHEAD_IS_V = AHEAD % 2 == 1  # what is copied while a tile of K is read
@@ -209,9 +168,10 @@ def build_flash(config: Config):
     copy_q = copy_image(Q_BYTES, config.threads)
     copy_tile = copy_image(SLOT_BYTES, config.threads)
     wait_slot = cp_async_wait(AHEAD // 2 - 1 if PAIRED else AHEAD - 1)
+    wait_all = cp_async_wait(0)
     start = mma_tile.start(Q_ROWS, COLUMNS)
     following = mma_tile.ring(SLOTS)
-    qk = mma_tile.scores(Q_ROWS, K_ROWS, K_ROWS, COLUMNS, config.s_chain)
+    qk = mma_tile.scores(Q_ROWS, K_ROWS, K_ROWS, COLUMNS, config.s_chain, config.products)
     mask = mma_tile.masked(Q_ROWS, K_ROWS)
     softmax = mma_tile.softmax(Q_ROWS, K_ROWS)
     pv = mma_tile.outputs(Q_ROWS, K_ROWS, COLUMNS, config.o_chain)
@@ -238,7 +198,7 @@ def build_flash(config: Config):
         q_amax, q_level, _ = extremes(rQ, q_tile, q_tile + Q_TILES, lane)
         k_amax, k_level, _ = extremes(rK, 0, rK.shape[0], lane)
         v_amax, _, v_min = extremes(rV, 0, rV.shape[0], lane)
-        safe = is_safe(D, q_amax, q_level, k_amax, k_level, v_amax, v_min)
+        safe = is_safe(float32(D), q_amax, q_level, k_amax, k_level, v_amax, v_min)
         if tid == 0:
             unsafe[head, m_block] = 0 if safe else 1
         if not safe:
@@ -312,6 +272,7 @@ def build_flash(config: Config):
             slot, free = following(slot), following(free)
 
         # finish: O = acc / l, lse = m + ln l
+        wait_all()  # without a key, for Q
         lane, row0 = tid & 31, m0 + (tid >> 5) * Q_ROWS
         finish(O[b, h], acc, l, v_unscale / PEAK, row0, lane)
         if lane & 3 == 0:
@@ -319,7 +280,7 @@ def build_flash(config: Config):
                 for r in range(2):
                     row = row0 + (lane >> 2) + 16 * i + 8 * r
                     if row < lse.shape[2]:
-                        lse[b, h, row] = m[i, r] * LN2 + math.log(l[i, r])
+                        lse[b, h, row] = fma(m[i, r], LN2, math.log(l[i, r]))
 
     return flash_split_half
 

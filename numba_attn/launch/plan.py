@@ -19,20 +19,22 @@ from numba_attn.tensor import ArgumentBuffer
 class Plan:
     """The launches of one call and the temporaries that they need."""
 
-    __slots__ = ("_steps", "workspace")
+    __slots__ = ("_parts", "_steps", "workspace")
 
     def __init__(
         self,
         launches: tuple[Launch, ...],
         workspace: Mapping[str, Workspace],
         device_index: int,
-        layouts: Mapping[str | Part, View],
-        parts: Sequence[Part] = (),
+        layouts: Mapping[str, View],
     ):
         self.workspace = dict(workspace)
         self._steps = []
+        parts = dict.fromkeys(arg for launch in launches for arg in launch.args if isinstance(arg, Part))
         places = {name: place for place, name in enumerate((*OPERANDS, *workspace, *parts))}
-        known = {**layouts, "scale": None}
+        located = {part: part.of(layouts[part.name]) for part in parts}
+        self._parts = [(places[part.name], ITEM_BYTES * offset) for part, (_, offset) in located.items()]
+        known = {**layouts, "scale": None, **{part: view for part, (view, _) in located.items()}}
         for launch in launches:
             buffer = ArgumentBuffer([arg if isinstance(arg, int) else known[arg] for arg in launch.args])
             kernel = _loaded(launch, workspace, device_index)
@@ -43,8 +45,9 @@ class Plan:
             self._steps.append((of_thread, words, floats))
 
     def run(self, stream: int, pointers: Sequence[int], scale: float) -> None:
-        """Launch on `stream`, with the addresses of the arrays of `OPERANDS`, of the workspaces and of the parts, in
-        this order."""
+        """Launch on `stream`, with the addresses of the arrays of `OPERANDS` and of the workspaces, in this order."""
+        if self._parts:
+            pointers = [*pointers, *(pointers[place] + n_bytes for place, n_bytes in self._parts)]
         for of_thread, words, floats in self._steps:
             launcher = of_thread.launcher
             buffer = launcher.words
@@ -56,7 +59,7 @@ class Plan:
 
 
 class PlanWithProducts:
-    """The steps of one call some of which are products by the library of the arrays, and take parts of arrays."""
+    """The steps of one call some of which are products by the library of the arrays."""
 
     __slots__ = ("_steps", "workspace")
 
@@ -83,11 +86,7 @@ class PlanWithProducts:
                     right = (place, view.transposed if step.transpose_right else view, offset)
                     self._steps.append((None, (located(step.left), right, located(step.out))))
             else:
-                launches = tuple(group)
-                parts = dict.fromkeys(arg for launch in launches for arg in launch.args if isinstance(arg, Part))
-                views = {part: located(part)[1] for part in parts}
-                plan = Plan(launches, workspace, device_index, {**layouts, **views}, tuple(parts))
-                self._steps.append((plan, tuple(map(located, parts))))
+                self._steps.append((Plan(tuple(group), workspace, device_index, layouts), ()))
 
     def run(self, handle: int, pointers: Sequence[int], scale: float, library: Any, arrays, stream: Any) -> None:
         """As `Plan.run` on the stream of this handle, the caller's `stream`; `arrays` are those at `pointers`."""
@@ -97,8 +96,7 @@ class PlanWithProducts:
                     *(library.view(arrays[place], *view, offset) for place, view, offset in operands), stream
                 )
             else:
-                parts = (pointers[place] + ITEM_BYTES * offset for place, _, offset in operands)
-                plan.run(handle, [*pointers, *parts], scale)
+                plan.run(handle, pointers, scale)
 
 
 def prepare(

@@ -135,9 +135,12 @@ def _large() -> Iterator[Case]:
         yield Case(1, 1, Lq, 260, 40, 72, is_causal=True)
     # Several blocks of rows, chunks of keys and slices of both head dims, whatever the tiles.
     for D, Dv in (
+        (24, 32),
         (64, 32),
         (64, 64),
+        (90, 80),
         (72, 128),
+        (180, 190),
         (72, 256),
         (100, 300),
         (72, 512),
