@@ -116,7 +116,7 @@ def unfused_fp32_ptx(config):
 
 def flash_split_half_sm80_ptx(config):
     if isinstance(config, SplitConfig):
-        loads = r"ld\.global\.v4\.f32" if config.vector == 4 else r"ld\.global\.[bfu]32"
+        loads = r"ld\.global\.v4\.f32" if config.vector == 4 else r"\bld\.(global\.)?[bfu]32"
         return (loads, r"cvt\.rn\.f16x2\.f32", r"st\.global\.v4", r"atom\.shared"), (r"mma\.sync", r"cp\.async")
     if isinstance(config, RescueConfig):
         return (r"shfl\.sync\.bfly", r"ex2\.approx\.f32"), (r"mma\.sync", r"ex2\.approx\.ftz")
