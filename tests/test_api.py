@@ -19,7 +19,7 @@ import pytest
 from numpy.lib.stride_tricks import as_strided
 
 import numba_attn
-from numba_attn import call, reference
+from numba_attn import call, prepared, reference
 from numba_attn.kernel import OPERANDS, Workspace
 from numba_attn.kernels import KERNELS
 from numba_attn.problem import H200
@@ -72,7 +72,8 @@ def launches(monkeypatch):
     monkeypatch.setattr(device_arrays, "current_device", lambda: 0)
     monkeypatch.setattr(torch_arrays, "_current_stream", lambda device: 0)
     monkeypatch.setattr(call, "launch", stand_in)
-    monkeypatch.setattr(call, "_calls", call._Calls())
+    monkeypatch.setattr(prepared, "launch", stand_in)
+    monkeypatch.setattr(call, "calls", prepared.Calls())
     return plans
 
 
@@ -299,10 +300,10 @@ def test_a_call_does_not_wait_for_another_that_is_prepared(launches, monkeypatch
 
 
 def test_kept_calls_are_bounded(launches, monkeypatch):
-    monkeypatch.setattr(call, "KEPT_CALLS", 16)
+    monkeypatch.setattr(prepared, "KEPT_CALLS", 16)
     for length in range(1, 100):
         numba_attn.attention(*tensors(q=(1, 1, length, 4), k=(1, 1, 7, 4), v=(1, 1, 7, 4)))
-    assert len(call._calls._calls) == 16
+    assert len(call.calls._calls) == 16
 
 
 def test_threads_that_prepare_at_once_keep_one_call(launches):

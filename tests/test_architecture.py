@@ -34,7 +34,8 @@ MAY_IMPORT = (
     (r"launch/.*", {"launch", "tensor", "kernel", "problem", "versions"}),
     (r"interop/.*", {"interop", "problem"}),
     (r"choice\.py", {"kernel", "problem"}),
-    (r"call\.py", {"choice", "interop", "launch", "kernels", "kernel", "problem", "versions"}),
+    (r"prepared\.py", {"choice", "interop", "launch", "kernels", "kernel", "problem", "versions"}),
+    (r"call\.py", {"prepared", "choice", "interop", "launch", "kernels", "kernel", "problem"}),
     (r"api\.py", {"call", "choice", "interop", "launch", "kernels", "kernel", "problem", "versions"}),
     (r"__init__\.py", {"api", "kernels", "versions"}),
     (

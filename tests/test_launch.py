@@ -35,11 +35,14 @@ ARCH = "sm_90a"
 def test_keys_are_the_same_in_every_process():
     # Names come in sets, whose order depends on the seed.
     code = """
+    from numba_attn.kernel import grids
     from numba_attn.kernels import KERNELS
     from numba_attn.launch import cache
+    from numba_attn.problem import Problem
     for kernel in KERNELS:
         config = next(iter(kernel.configs()))
-        print(cache.key(kernel.launches.__globals__["build"](config), {"arch": "sm_90a"}))
+        for step in grids(kernel.launches(Problem(1, 1, 1, 1, 1, 1, 1), config)):
+            print(cache.key(step.build(step.config), {"arch": "sm_90a"}))
     """
     processes = [run_python(code, wait=False, PYTHONHASHSEED=seed) for seed in ("0", "1", "2")]
     outputs = [finish(process)[0] for process in processes]

@@ -19,8 +19,9 @@ from hypothesis import strategies as st
 from numpy.lib.stride_tricks import as_strided
 
 import numba_attn
-from numba_attn import call, reference, sim, testing
-from numba_attn.cli import measure
+from numba_attn import call, prepared, reference, sim, testing
+from numba_attn.bench import torch_backends
+from numba_attn.cli import check
 from numba_attn.kernel import Kernel, Launch, Matmul, Part, Workspace, grids
 from numba_attn.kernels import KERNELS, unfused_fp32
 from numba_attn.launch import compiler, plan
@@ -186,7 +187,8 @@ def on_host(monkeypatch):
         device_count=lambda: 1, device_facts=lambda index: H200, driver_version=lambda: None, prepare=plan.prepare
     )
     monkeypatch.setattr(call, "launch", stand_in)
-    monkeypatch.setattr(call, "_calls", call._Calls())
+    monkeypatch.setattr(prepared, "launch", stand_in)
+    monkeypatch.setattr(call, "calls", prepared.Calls())
     return loaded
 
 
@@ -393,7 +395,7 @@ def test_cupy_multiplies_too():
 
 
 def test_they_are_left_out_without_torch(monkeypatch):
-    monkeypatch.setattr(measure, "cuda_torch", lambda: (None, "torch is not installed"))
-    reasons = {kernel.name: measure.why_left_out(kernel) for kernel in KERNELS}
+    monkeypatch.setattr(torch_backends, "cuda_torch", lambda: (None, "torch is not installed"))
+    reasons = {kernel.name: check.why_left_out(kernel) for kernel in KERNELS}
     assert reasons.pop("unfused_fp32") == "it multiplies with torch or CuPy, and torch is not installed"
     assert set(reasons.values()) == {None}

@@ -46,6 +46,8 @@ def _half_of(pair, n: int) -> tuple:
     return hi[2 * n : 2 * n + 2], lo[2 * n : 2 * n + 2]
 
 
+SHORT = 64
+"""Columns of a short sum."""
 SMALL_FIRST = ((1, 1), (1, 0), (0, 1), (0, 0))
 """The four products, as which half (0: hi, 1: lo) of the left and of the right operand they take."""
 
@@ -68,29 +70,37 @@ def scores(q_rows: int, q_image_rows: int, k_rows: int, columns: int, chain: int
     """The verb `qk(S, q, k)`: S = Q K^T, in units of both tiles' scales.
 
     q, k: shared addresses of the images plus `lane_of_rows` and `lane_of_chunks`; that of Q may hold more rows than
-    the warp's. A sum moves on to fp32 after `chain` steps of 16 columns. The smallest of four `products` may go.
+    the warp's. `products` are three, or four with that of lo and lo. A sum moves on to fp32 after `chain` steps of 16
+    columns. In short sums, where few truncations show, the small products of all columns come before those of hi and
+    hi; in longer ones each step's do: the operands are read once, and registers last.
     """
     m_tiles, n_tiles, steps = range(q_rows // M), range(k_rows // N), range(-(-columns // K))
+    order = [(step, SMALL_FIRST[-products:]) for step in steps]
+    if columns <= SHORT:
+        order = [(step, halves[:-1]) for step, halves in order] + [(step, halves[-1:]) for step, halves in order]
 
     @unrolled
     def qk(e, S, q, k):
-        total = {}
-        for first in steps[::chain]:
-            sums = {(i, j): [e.number(0.0)] * 4 for i in m_tiles for j in n_tiles}
-            for step in steps[first : first + chain]:
-                rows = [_load(e, q, q_image_rows, columns, M * i, 2 * step) for i in m_tiles]
-                for j in n_tiles[::2]:
-                    keys = _load(e, k, k_rows, columns, N * j, 2 * step)
-                    for a, b in SMALL_FIRST[-products:]:
-                        for i in m_tiles:
-                            for n in range(2):
-                                sums[i, j + n] = e.mma(rows[i][a], _half_of(keys, n)[b], sums[i, j + n])
-            for place, registers in sums.items():
-                before = total.get(place)
-                total[place] = [a + b for a, b in zip(before, registers, strict=True)] if before else registers
-        for (i, j), registers in total.items():
-            for r, x in enumerate(registers):
-                S[i, j, r] = x
+        zero = [e.number(0.0)] * 4
+        places = [(i, j) for j in n_tiles for i in m_tiles]
+        sums, total = dict.fromkeys(places, zero), {}
+
+        for step, halves in order:
+            rows = [_load(e, q, q_image_rows, columns, M * i, 2 * step) for i in m_tiles]
+            for j in n_tiles[::2]:
+                keys = _load(e, k, k_rows, columns, N * j, 2 * step)
+                for a, b in halves:
+                    for i in m_tiles:
+                        for n in range(2):
+                            sums[i, j + n] = e.mma(rows[i][a], _half_of(keys, n)[b], sums[i, j + n])
+            if halves[-1] == SMALL_FIRST[-1] and ((step + 1) % chain == 0 or step == steps[-1]):
+                for place in places:
+                    before = total.get(place)
+                    total[place] = [a + b for a, b in zip(before, sums[place], strict=True)] if before else sums[place]
+                    sums[place] = zero
+        for i, j in places:
+            for r in range(4):
+                S[i, j, r] = total[i, j][r]
 
     return qk
 

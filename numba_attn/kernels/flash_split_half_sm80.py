@@ -37,7 +37,7 @@ from numba_attn.device import mma_tile
 from numba_attn.device.mask import Mask
 from numba_attn.device.math import LN2, bits, cdiv, fma
 from numba_attn.device.mma_tile import lane_of_chunks, lane_of_rows
-from numba_attn.device.ptx import cp_async_commit, cp_async_wait, opaque
+from numba_attn.device.ptx import cp_async_commit, cp_async_wait
 from numba_attn.device.smem import shared_memory
 from numba_attn.device.split_half import (
     PEAK,
@@ -113,6 +113,9 @@ TILES = (
 )
 
 
+LEAST_ROWS, LEAST_FLOP = 64, 1e9
+
+
 def supports(problem: Problem, device: Device) -> str | None:
     if device.cc < (8, 0):
         return f"multiplies halves by mma.m16n8k16, from compute capability 8.0 on: {device.name} has {device.cc}"
@@ -122,6 +125,14 @@ def supports(problem: Problem, device: Device) -> str | None:
     if device.smem_per_block_bytes < chosen.smem_bytes:
         return f"needs {chosen.smem_bytes} bytes of shared memory a block, {device.name} has less"
     return images(problem, chosen).refusal
+
+
+def suits(problem: Problem, device: Device) -> str | None:
+    if problem.Lq < LEAST_ROWS:
+        return f"fewer than {LEAST_ROWS} rows a head: most of a block would be empty"
+    if problem.flop < LEAST_FLOP:
+        return f"less than {LEAST_FLOP:.0e} operations: three launches take longer than they save"
+    return None
 
 
 def config(problem: Problem, device: Device) -> Config:
@@ -189,8 +200,10 @@ def build_flash(config: Config):
             head, m_block = cuda.blockIdx.x % heads, m_blocks - 1 - cuda.blockIdx.x // heads
         b, h = head // H, head % H
         tid = cuda.threadIdx.x
-        lane = tid & 31
+        lane, own_row = tid & 31, (tid >> 5) * Q_ROWS
         m0 = m_block * BLOCK_M
+        row0 = m0 + own_row
+        row = row0 + (lane >> 2)  # this lane's first
         rQ, rK, rV, gK, gV = Q_record[head], K_record[head], V_record[head], K_image[head], V_image[head]
 
         # halves only where they lose nothing
@@ -223,7 +236,10 @@ def build_flash(config: Config):
         alpha = cuda.local.array(ROW_SHAPE, float32)
         ends = cuda.local.array(ROW_SHAPE, int32)
         start(acc, m, l)
-        q_unscale = rQ[q_tile + (tid >> 5) * Q_ROWS // K_ROWS, UNSCALE]
+        q_unscale = rQ[q_tile + own_row // K_ROWS, UNSCALE]
+        warp_end = end_of_row(min(row0 + Q_ROWS, Lq) - 1, Lk)
+        q_at = smem + own_row // K_ROWS * Q_IMAGE_BYTES + own_row % K_ROWS * ROW_BYTES + lane_of_rows(lane)
+        k_lane, v_lane = lane_of_chunks(lane), lane_of_rows(lane)
         v_scale, v_unscale = scales(bits(v_amax))
 
         for n_block in range(n_blocks):
@@ -241,19 +257,12 @@ def build_flash(config: Config):
                 if PAIRED:
                     copy_tile(ring + following(free) * SLOT_BYTES, gV, ahead * SLOT_WORDS, tid)
             cp_async_commit()
-            # Found anew for each tile: registers are short.
-            thread = opaque(tid)
-            lane, own_row = thread & 31, (thread >> 5) * Q_ROWS
-            row0 = m0 + own_row
-            has_keys = n0 < end_of_row(min(row0 + Q_ROWS, Lq) - 1, Lk)
-            if has_keys:
-                q_at = smem + own_row // K_ROWS * Q_IMAGE_BYTES + own_row % K_ROWS * ROW_BYTES
-                qk(S, q_at + lane_of_rows(lane), ring + slot * SLOT_BYTES + lane_of_chunks(lane))
+            if n0 < warp_end:
+                qk(S, q_at, ring + slot * SLOT_BYTES + k_lane)
                 if n0 + K_ROWS > end_of_row(row0, Lk):
                     for i in range(M_TILES):
                         for r in range(2):
-                            row = row0 + (lane >> 2) + 16 * i + 8 * r
-                            ends[i, r] = end_of_row(row, Lk) - n0 - 2 * (lane & 3)
+                            ends[i, r] = end_of_row(row + 16 * i + 8 * r, Lk) - n0 - 2 * (lane & 3)
                     mask(S, ends)
                 softmax(S, m, l, alpha, unit, peak)
             slot, free = following(slot), following(free)
@@ -267,20 +276,18 @@ def build_flash(config: Config):
                 if ahead < n_blocks:
                     copy_tile(ring + free * SLOT_BYTES, gK if AHEAD_IS_V else gV, ahead * SLOT_WORDS, tid)
                 cp_async_commit()
-            if has_keys:
-                pv(acc, S, alpha, ring + slot * SLOT_BYTES + lane_of_rows(opaque(tid) & 31))
+            if n0 < warp_end:
+                pv(acc, S, alpha, ring + slot * SLOT_BYTES + v_lane)
             slot, free = following(slot), following(free)
 
         # finish: O = acc / l, lse = m + ln l
         wait_all()  # without a key, for Q
-        lane, row0 = tid & 31, m0 + (tid >> 5) * Q_ROWS
         finish(O[b, h], acc, l, v_unscale / PEAK, row0, lane)
         if lane & 3 == 0:
             for i in range(M_TILES):
                 for r in range(2):
-                    row = row0 + (lane >> 2) + 16 * i + 8 * r
-                    if row < lse.shape[2]:
-                        lse[b, h, row] = fma(m[i, r], LN2, math.log(l[i, r]))
+                    if row + 16 * i + 8 * r < lse.shape[2]:
+                        lse[b, h, row + 16 * i + 8 * r] = fma(m[i, r], LN2, math.log(l[i, r]))
 
     return flash_split_half
 
@@ -290,6 +297,7 @@ KERNEL = Kernel(
     summary="operands split into fp16 halves, three tensor-core products each, by mma.sync",
     accuracy="fp32",
     supports=supports,
+    suits=suits,
     config=config,
     configs=configs,
     small_config=small_config,

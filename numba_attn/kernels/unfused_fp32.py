@@ -152,7 +152,9 @@ def build(config: Config):
         # P in place of S, and l
         total = ZERO
         for col in range(tid, Lk, THREADS):
-            p = float32(math.exp(gS[col] * scale - base)) if col < end else ZERO
+            # Above 0 by the rounding of base alone, where the compiler makes one FMA of it; NaN stays.
+            x = gS[col] * scale - base
+            p = float32(math.exp(ZERO if x > ZERO else x)) if col < end else ZERO
             gS[col] = p
             total += p
         total = warp_sum(total)
