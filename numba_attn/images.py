@@ -45,7 +45,8 @@ class ImageBatches:
     def launches(self, flash: Callable[[int, tuple], Launch]) -> tuple[Launch, ...]:
         """Split, flash and rescue of each batch of heads.
 
-        flash: from a number of blocks and the arguments Q, K, images, records, unsafe, O and lse, the launch between.
+        flash: the launch between, from a number of blocks and the arguments Q, K, images, records, unsafe, O, lse and
+        scale.
         """
         problem, steps = self.problem, []
         split = SplitConfig(self.rows, self.columns, 4 if problem.vector == 4 else 1)
@@ -60,7 +61,7 @@ class ImageBatches:
                 Launch(
                     build_split, split, (Q, K, V, *images, "scale"), tiles, split.threads, min_blocks=split.min_blocks
                 ),
-                flash(blocks, (Q, K, *images, unsafe, O, lse)),
+                flash(blocks, (Q, K, *images, unsafe, O, lse, "scale")),
                 Launch(build_rescue, rescue, (Q, K, V, unsafe, O, lse, "scale"), blocks, rescue.threads),
             ]
         return tuple(steps)

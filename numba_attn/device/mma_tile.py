@@ -10,10 +10,14 @@ sums, so each sum starts from zero after a few steps and is added up in fp32, wh
 
 from __future__ import annotations
 
+from math import log
+
 import numpy as np
+from numba import cuda, int32
 
 from numba_attn.device.fragments import K, M, N
-from numba_attn.device.split_half import CHUNK, ROW_BYTES, plane_bytes, split
+from numba_attn.device.math import fma
+from numba_attn.device.split_half import CHUNK, ROW_BYTES, of_log2, plane_bytes, split
 from numba_attn.device.unrolled import unrolled
 from numba_attn.device.verb import verb
 
@@ -105,15 +109,25 @@ def scores(q_rows: int, q_image_rows: int, k_rows: int, columns: int, chain: int
     return qk
 
 
-def masked(q_rows: int, k_rows: int):
-    """The verb `mask(S, ends)`: -inf where the column is ends[i, h] or more, counted from this lane's first one."""
+def masked(q_rows: int, k_rows: int, end_of_row):
+    """The verb `mask(S, row0, col0, Lk, lane)`: -inf where column col0 + .. is end_of_row(row0 + .., Lk) or more."""
+    m_tiles = q_rows // M
+    shape = (m_tiles, 2)
 
     @unrolled
-    def mask(e, S, ends):
-        for i in range(q_rows // M):
+    def select(e, S, ends):
+        for i in range(m_tiles):
             for j in range(k_rows // N):
                 for r in range(4):
                     S[i, j, r] = e.where(ends[i, r // 2] > N * j + r % 2, S[i, j, r], -np.inf)
+
+    @verb
+    def mask(S, row0, col0, Lk, lane):
+        ends = cuda.local.array(shape, int32)  # counted from this lane's first column
+        for i in range(m_tiles):
+            for h in range(2):
+                ends[i, h] = end_of_row(row0 + (lane >> 2) + M * i + 8 * h, Lk) - col0 - 2 * (lane & 3)
+        select(S, ends)
 
     return mask
 
@@ -233,6 +247,25 @@ def finish(q_rows: int, columns: int):
         store(gO, O, l, unit, row0 + (lane >> 2), 2 * (lane & 3), gO.shape[0], gO.shape[1])
 
     return finish
+
+
+def store_lse(q_rows: int):
+    """The verb `store(gLse, m, l, scale, row0, lane)`: gLse[row0 + row] = m in base e + ln l, within gLse.
+
+    m is an exponent of 2 of scores times fp32's scale log2(e), `scale` what was meant: that product's rounding cancels.
+    """
+    m_tiles = q_rows // M
+
+    @verb
+    def store(gLse, m, l, scale, row0, lane):
+        hi, lo = of_log2(scale)
+        for i in range(m_tiles):
+            for h in range(2):
+                row = row0 + (lane >> 2) + M * i + 8 * h
+                if lane & 3 == 0 and row < gLse.shape[0]:
+                    gLse[row] = fma(m[i, h], hi, fma(m[i, h], lo, log(l[i, h])))
+
+    return store
 
 
 def ring(slots: int):

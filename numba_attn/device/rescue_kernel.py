@@ -1,7 +1,8 @@
-"""The launch that does in plain fp32 what was left undone: blocks of query rows that halves would not serve.
+"""The launch that does in plain fp32 what halves would not serve: blocks left undone, and rows with few keys.
 
-A warp takes a row, one key at a time; lane t has the columns t + 32 i. Keys that do not count are never read, so a NaN
-or Inf stays where it is. Blocks with nothing to do return at once.
+In a sum of few terms fp32 makes few rounding errors, fewer than halves bring along: under causality the first rows of
+each head are done again. A warp takes a row, one key at a time; lane t has the columns t + 32 i. Keys that do not count
+are never read, so a NaN or Inf stays where it is. Blocks with nothing to do return at once.
 """
 
 from __future__ import annotations
@@ -13,6 +14,8 @@ from numba import cuda, float32
 from numba_attn.device.mask import Mask
 from numba_attn.device.softmax import NEG_INF, ZERO, exp, finite_max, log_sum_exp, reciprocal, warp_sum
 from numba_attn.device.tile import WARP
+
+FEW_KEYS = 32
 
 
 @dataclass(frozen=True)
@@ -27,7 +30,7 @@ class RescueConfig:
 def build_rescue(config: RescueConfig):
     """`rescue(Q, K, V, unsafe, O, lse, scale)`: the blocks [head, m_block] where `unsafe` is not 0."""
     BLOCK_M, REGISTERS, WARPS = config.block_m, config.columns // WARP, config.threads // WARP
-    end_of_row = Mask(config.is_causal).end
+    IS_CAUSAL, end_of_row = config.is_causal, Mask(config.is_causal).end
 
     @cuda.jit
     def rescue(Q, K, V, unsafe, O, lse, scale):
@@ -35,8 +38,9 @@ def build_rescue(config: RescueConfig):
         H, Lq, D, Lk, Dv = Q.shape[1], Q.shape[2], Q.shape[3], K.shape[2], O.shape[3]
         m_blocks = unsafe.shape[1]
         head, m_block = cuda.blockIdx.x // m_blocks, cuda.blockIdx.x % m_blocks
+        row_end = min((m_block + 1) * BLOCK_M, Lq)
         if unsafe[head, m_block] == 0:
-            return
+            row_end = min(row_end, FEW_KEYS) if IS_CAUSAL else 0
         b, h = head // H, head % H
         tid = cuda.threadIdx.x
         warp, lane = tid >> 5, tid & 31
@@ -44,7 +48,7 @@ def build_rescue(config: RescueConfig):
         q = cuda.local.array(REGISTERS, float32)
         acc = cuda.local.array(REGISTERS, float32)
 
-        for row in range(m_block * BLOCK_M + warp, min((m_block + 1) * BLOCK_M, Lq), WARPS):
+        for row in range(m_block * BLOCK_M + warp, row_end, WARPS):
             # load Q, reset m, l, acc
             for i in range(REGISTERS):
                 d = lane + WARP * i

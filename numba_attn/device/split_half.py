@@ -17,13 +17,15 @@ decides that (`AMAX` ..), and `is_safe` holds for a block of rows of Q against a
     most elements of each row of Q and K reach 2^-4 and 2^-6 of the largest one, so that some large ones meet in each
     score, and its rounding errors in fp32 are larger than what was lost;
   - no row of V but zero rows is smaller than 2^-12 of the largest: P is split together with its tile's scale.
+
+Rows with fewer than 32 keys are left to fp32 in any case, see `rescue_kernel`.
 """
 
 from __future__ import annotations
 
 import numpy as np
 
-from numba_attn.device.math import from_bits
+from numba_attn.device.math import LOG2E, fma, from_bits
 from numba_attn.device.softmax import ZERO, warp_max
 from numba_attn.device.tile import WARP
 from numba_attn.device.unrolled import unrolled
@@ -86,6 +88,16 @@ def scales(peak):
 def unit_of(q_unscale, k_unscale):
     """The power of two that makes exponents of 2 of the products of two tiles; not 0, so that 0 times inf is 0."""
     return max(q_unscale * k_unscale, LOWEST)
+
+
+@verb
+def of_log2(scale):
+    """(hi, lo) of scale over fp32's scale log2(e): what turns exponents of 2 into those of e."""
+    times = scale * LOG2E
+    if times == ZERO:
+        return ZERO, ZERO
+    hi = scale / times
+    return hi, fma(-hi, times, scale) / times
 
 
 @verb

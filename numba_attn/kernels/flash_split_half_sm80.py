@@ -27,17 +27,17 @@ Source. Split and sums: Ootomo and Yokota 2022. FlashAttention-2 (Dao 2023).
 
 from __future__ import annotations
 
-import math
 from dataclasses import dataclass, replace
 from itertools import product
 
-from numba import cuda, float32, int32
+from numba import cuda, float32
 
 from numba_attn.device import mma_tile
 from numba_attn.device.mask import Mask
-from numba_attn.device.math import LN2, bits, cdiv, fma
+from numba_attn.device.math import bits, cdiv
 from numba_attn.device.mma_tile import lane_of_chunks, lane_of_rows
 from numba_attn.device.ptx import cp_async_commit, cp_async_wait
+from numba_attn.device.rescue_kernel import FEW_KEYS
 from numba_attn.device.smem import shared_memory
 from numba_attn.device.split_half import (
     PEAK,
@@ -183,13 +183,14 @@ def build_flash(config: Config):
     start = mma_tile.start(Q_ROWS, COLUMNS)
     following = mma_tile.ring(SLOTS)
     qk = mma_tile.scores(Q_ROWS, K_ROWS, K_ROWS, COLUMNS, config.s_chain, config.products)
-    mask = mma_tile.masked(Q_ROWS, K_ROWS)
+    mask = mma_tile.masked(Q_ROWS, K_ROWS, end_of_row)
     softmax = mma_tile.softmax(Q_ROWS, K_ROWS)
     pv = mma_tile.outputs(Q_ROWS, K_ROWS, COLUMNS, config.o_chain)
     finish = mma_tile.finish(Q_ROWS, COLUMNS)
+    store_lse = mma_tile.store_lse(Q_ROWS)
 
     @cuda.jit
-    def flash_split_half(Q, K, Q_image, K_image, V_image, Q_record, K_record, V_record, unsafe, O, lse):
+    def flash_split_half(Q, K, Q_image, K_image, V_image, Q_record, K_record, V_record, unsafe, O, lse, scale):
         # who am I: block -> batch, head, m_block; a warp owns Q_ROWS query rows
         H, Lq, D, Lk = Q.shape[1], Q.shape[2], Q.shape[3], K.shape[2]
         m_blocks = unsafe.shape[1]
@@ -203,7 +204,6 @@ def build_flash(config: Config):
         lane, own_row = tid & 31, (tid >> 5) * Q_ROWS
         m0 = m_block * BLOCK_M
         row0 = m0 + own_row
-        row = row0 + (lane >> 2)  # this lane's first
         rQ, rK, rV, gK, gV = Q_record[head], K_record[head], V_record[head], K_image[head], V_image[head]
 
         # halves only where they lose nothing
@@ -211,7 +211,7 @@ def build_flash(config: Config):
         q_amax, q_level, _ = extremes(rQ, q_tile, q_tile + Q_TILES, lane)
         k_amax, k_level, _ = extremes(rK, 0, rK.shape[0], lane)
         v_amax, _, v_min = extremes(rV, 0, rV.shape[0], lane)
-        safe = is_safe(float32(D), q_amax, q_level, k_amax, k_level, v_amax, v_min)
+        safe = is_safe(float32(D), q_amax, q_level, k_amax, k_level, v_amax, v_min) and Lk >= FEW_KEYS
         if tid == 0:
             unsafe[head, m_block] = 0 if safe else 1
         if not safe:
@@ -234,7 +234,6 @@ def build_flash(config: Config):
         m = cuda.local.array(ROW_SHAPE, float32)
         l = cuda.local.array(ROW_SHAPE, float32)
         alpha = cuda.local.array(ROW_SHAPE, float32)
-        ends = cuda.local.array(ROW_SHAPE, int32)
         start(acc, m, l)
         q_unscale = rQ[q_tile + own_row // K_ROWS, UNSCALE]
         warp_end = end_of_row(min(row0 + Q_ROWS, Lq) - 1, Lk)
@@ -260,10 +259,7 @@ def build_flash(config: Config):
             if n0 < warp_end:
                 qk(S, q_at, ring + slot * SLOT_BYTES + k_lane)
                 if n0 + K_ROWS > end_of_row(row0, Lk):
-                    for i in range(M_TILES):
-                        for r in range(2):
-                            ends[i, r] = end_of_row(row + 16 * i + 8 * r, Lk) - n0 - 2 * (lane & 3)
-                    mask(S, ends)
+                    mask(S, row0, n0, Lk, lane)
                 softmax(S, m, l, alpha, unit, peak)
             slot, free = following(slot), following(free)
 
@@ -283,11 +279,7 @@ def build_flash(config: Config):
         # finish: O = acc / l, lse = m + ln l
         wait_all()  # without a key, for Q
         finish(O[b, h], acc, l, v_unscale / PEAK, row0, lane)
-        if lane & 3 == 0:
-            for i in range(M_TILES):
-                for r in range(2):
-                    if row + 16 * i + 8 * r < lse.shape[2]:
-                        lse[b, h, row + 16 * i + 8 * r] = fma(m[i, r], LN2, math.log(l[i, r]))
+        store_lse(lse[b, h], m, l, scale, row0, lane)
 
     return flash_split_half
 

@@ -152,9 +152,9 @@ def build(config: Config):
         # P in place of S, and l
         total = ZERO
         for col in range(tid, Lk, THREADS):
-            # Above 0 by the rounding of base alone, where the compiler makes one FMA of it; NaN stays.
-            x = gS[col] * scale - base
-            p = float32(math.exp(ZERO if x > ZERO else x)) if col < end else ZERO
+            # Rounded before the difference, as for m: one FMA of both would miss 0 where scores are large.
+            s = gS[col] * scale if col < end else NEG_INF
+            p = float32(math.exp(s - base))
             gS[col] = p
             total += p
         total = warp_sum(total)
