@@ -30,6 +30,7 @@ from numba_attn.device.verb import twin_of
 from numba_attn.tensor import Tensor, element_pointer
 
 _F32, _I32, _I64 = ir.FloatType(), ir.IntType(32), ir.IntType(64)
+_GLOBAL = 1  # the address space of global memory in NVVM IR
 _ALL_LANES = 0xFFFFFFFF
 _HALF_BYTES, _WORD_BYTES = 2, 4
 _LEAST_EXPONENT = -126
@@ -145,7 +146,9 @@ class _Global:
     def pointer(self, index):
         kind = types.UniTuple(types.int32, len(index))
         packed = self.e.context.make_tuple(self.e.builder, kind, [i.ir for i in index])
-        return element_pointer(self.e.context, self.e.builder, self.type, self.value, kind, packed)[0]
+        pointer = element_pointer(self.e.context, self.e.builder, self.type, self.value, kind, packed)[0]
+        # A choice between tensors hides from the compiler that all are in global memory.
+        return self.e.builder.addrspacecast(pointer, ir.PointerType(pointer.type.pointee, _GLOBAL))
 
 
 class _Emitter:
