@@ -80,9 +80,8 @@ DV_BUCKETS = (128, 1024)
 WARPS = 4096  # that a call aims at: two waves on the largest GPUs, the second of which evens out the first
 AHEAD = 8  # partial results that are loaded together
 WORKSPACE_BYTES = 512 * 10**6
-# What `suits` compares: rows up to which K and V are read once, keys that make two launches worth it.
-MOST_ROWS, LEAST_KEYS = 4, 256
-FLASH_ROWS = 16  # of flash_fp32's smallest tile
+# What `suits` compares, see the note: rows of a head (twice as many for full lanes), keys, rows of flash_fp32's tile.
+MOST_ROWS, LEAST_KEYS, FLASH_ROWS = 4, 256, 16
 
 
 def dv_bucket(problem: Problem) -> int | None:
@@ -109,8 +108,9 @@ def suits(problem: Problem, device: Device) -> str | None:
     if attended(problem) < LEAST_KEYS:
         return f"fewer than {LEAST_KEYS} keys a row: the second launch costs more than it saves"
     blocks = problem.B * problem.H * cdiv(problem.Lq, FLASH_ROWS)
-    if problem.Lq > MOST_ROWS and 2 * blocks > device.sm_count:
-        return f"reads K and V again every few rows: for {MOST_ROWS} rows a head, or where half of the SMs would idle"
+    most_rows = MOST_ROWS * (2 if 64 < max(problem.D, problem.Dv) <= DV_BUCKETS[0] else 1)
+    if problem.Lq > most_rows and 2 * blocks > device.sm_count:
+        return f"reads K and V again every few rows: for {most_rows} rows a head, or where half of the SMs would idle"
     return None
 
 
