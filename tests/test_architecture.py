@@ -60,6 +60,7 @@ THIRD_PARTY = {
 ONLY_NUMPY = r"reference\.py|testing/.*|problem\.py|kernel\.py|choice\.py"
 
 MAX_LINES = 300
+HEADINGS = ["Algorithm", "Work split", "Memory", "Numerics", "Limits", "Source"]  # of a kernel's docstring
 LOG2E_OR_LN2 = re.compile(r"1\.442[67]\d*|0?\.693[12]\d*")  # also the pattern of a hook in .pre-commit-config.yaml
 
 
@@ -108,6 +109,8 @@ def test_kernel_files(name):
     last = ast.parse(text).body[-1]
     assert isinstance(last, ast.Assign)
     assert last.targets[0].id == "KERNEL"
+    assert re.findall(rf"^({'|'.join(HEADINGS)})\. ", module.__doc__, re.MULTILINE) == HEADINGS
+    assert module.__doc__.count("\n") <= 40
 
 
 @pytest.mark.parametrize("name", SOURCES)

@@ -205,24 +205,31 @@ def test_every_choice_is_a_config_and_reaches_both_options(kernel):
 
 
 @pytest.mark.parametrize(
-    ("sizes", "chosen"),
+    ("sizes", "split"),
     [
-        ((32, 32, 1, 4096, 128), "split_keys_fp32"),
-        ((1, 32, 1, 65536, 128), "split_keys_fp32"),
-        ((1, 1, 4, 256, 64), "split_keys_fp32"),
-        ((1, 1, 4, 255, 64), "flash_fp32"),
-        ((32, 32, 5, 4096, 128), "flash_fp32"),
-        ((1, 4, 256, 4096, 128), "split_keys_fp32"),
-        ((1, 8, 512, 4096, 128), "flash_fp32"),
+        ((32, 32, 1, 4096, 128), True),
+        ((1, 32, 1, 65536, 128), True),
+        ((1, 1, 4, 256, 64), True),
+        ((1, 1, 4, 255, 64), False),
+        ((8, 32, 8, 4096, 128), True),
+        ((8, 32, 9, 4096, 128), False),
+        ((8, 32, 8, 4096, 65), True),
+        ((8, 32, 4, 4096, 64), True),
+        ((8, 32, 5, 4096, 64), False),
+        ((8, 32, 4, 4096, 129), True),
+        ((8, 32, 5, 4096, 129), False),
+        ((1, 4, 256, 4096, 128), True),
+        ((1, 8, 512, 4096, 128), False),
     ],
     ids=str,
 )
-def test_keys_are_split_where_queries_are_few(sizes, chosen):
+def test_keys_are_split_where_queries_are_few(sizes, split):
     B, H, *lengths, D = sizes
     problem = Problem(B, H, H, *lengths, D, D)
-    assert choose(None, KERNELS, problem, H200).name == chosen
+    assert (choose(None, KERNELS, problem, H200) is split_keys_fp32.KERNEL) == split
     # Under causality 4 rows attend 4 keys at most, however many there are.
-    assert choose(None, KERNELS, dataclasses.replace(problem, Lq=4, is_causal=True), H200).name == "flash_fp32"
+    causal = dataclasses.replace(problem, Lq=4, is_causal=True)
+    assert choose(None, KERNELS, causal, H200) is not split_keys_fp32.KERNEL
 
 
 def test_keys_are_split_for_as_many_warps_as_fill_a_gpu():

@@ -113,6 +113,12 @@ def test_table_of_kernels():
     assert rows("kernel | accuracy class | idea") == [(k.name, k.accuracy, k.summary) for k in numba_attn.KERNELS]
 
 
+def test_the_ladder_has_every_kernel_once():
+    rungs = re.findall(r"^(\d+)\. `(\w+)`: ", README, re.MULTILINE)
+    assert [int(number) for number, _ in rungs] == list(range(1, len(rungs) + 1))
+    assert sorted(name for _, name in rungs) == sorted(kernel.name for kernel in numba_attn.KERNELS)
+
+
 def test_table_of_commands():
     assert dict(rows("command | what it does")) == COMMANDS
     changes = (ROOT / "CHANGELOG.md").read_text(encoding="utf-8")

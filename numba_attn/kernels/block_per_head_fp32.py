@@ -18,7 +18,7 @@ columns t + 32 i of a slice.
 
 Memory. O of a group, 4 WARPS Dv bytes of dynamic shared memory, Dv rounded up to slices. Static: slices of Q and K,
 with rows BLOCK_D + 2 words apart and one word between the halves, so that the lanes of step 1 read 32 banks; slices
-of V; S, then P in its place; m and l.
+of V; S, then P in its place; m and l. Q too is read again in every tile of keys: only a slice of it is kept.
 
 Numerics. Per score two fp32 FMA chains over the halves of all slices; per output one chain over the keys. Against
 float64, normwise, at D = 1024: 4e-7 on uniform inputs, 1e-6 on normal ones. A key that does not count is skipped by
@@ -90,7 +90,7 @@ def supports(problem: Problem, device: Device) -> str | None:
 
 
 def suits(problem: Problem, device: Device) -> str | None:
-    return "one block a head, everything through shared memory: flash_fp32 is many times faster"
+    return "one block a head, everything through shared memory: flash_fp32 is several times faster"
 
 
 def _config(is_causal: bool) -> Config:
@@ -130,9 +130,9 @@ def build(config: Config):
         Lk, Dv = K.shape[2], V.shape[3]
         b, h = cuda.blockIdx.x // H, cuda.blockIdx.x % H
         tid = cuda.threadIdx.x
-        # Known not to be negative, they are not tested for wrap-around at each access.
+        # Shift and mask: known not to be negative, they are not tested for wrap-around at each access.
         warp, lane = tid >> 5, tid & 31
-        key, half = lane & 15, lane >> 4  # of step 1
+        key, half = lane & 15, lane >> 4  # of step 1: a key of the tile, half of its slice
         gQ, gK, gV = Q[b, h], K[b, h], V[b, h]
         sQ = cuda.shared.array((WARPS, ROW_STRIDE), float32)
         sK = cuda.shared.array((BLOCK_N, ROW_STRIDE), float32)
@@ -150,7 +150,7 @@ def build(config: Config):
             row = m0 + warp
             own_row = min(row, Lq - 1)  # a warp past the last row repeats it and stores nothing
             n_end = end_of_row(min(m0 + WARPS, Lq) - 1, Lk)
-            cuda.syncwarp()  # the last group's m and l are read
+            cuda.syncwarp()  # all lanes have read the last group's m and l
             if lane == 0:
                 sM[warp] = NEG_INF
                 sL[warp] = ZERO
@@ -177,6 +177,7 @@ def build(config: Config):
                 s += cuda.shfl_xor_sync(ALL_LANES, s, 16)
 
                 # online softmax: S, then P, for the whole warp to read
+                # Of the tile, 0 or less if the row ends before it; in 32 bits, else Numba carries 64.
                 n_keys = int32(min(BLOCK_N, end_of_row(own_row, Lk) - n0))
                 s = s * scale if key < n_keys else NEG_INF
                 if half == 0:
@@ -188,7 +189,7 @@ def build(config: Config):
                     m = max(m, sP[warp, uint32(k)])
                 base = m if m > NEG_INF else ZERO  # exp(-inf - -inf) is NaN
                 alpha = float32(math.exp(m_old - base))
-                cuda.syncwarp()  # the scores and m are read
+                cuda.syncwarp()  # all lanes have read the scores and m
                 if half == 0:
                     sP[warp, key] = float32(math.exp(s - base))
                 cuda.syncwarp()  # the probabilities are there

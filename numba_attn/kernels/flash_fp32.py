@@ -1,4 +1,7 @@
-"""Register tiles in plain FP32: the best that one fused multiply-add per product can do on any card.
+"""Register tiles in plain FP32: one fused multiply-add per product, no tensor cores.
+
+Eighth rung of the ladder. To the fourth, warp_tile_multi_fp32, it adds columns per lane: several keys share an element
+of Q as its rows share one of K, and copies are asynchronous. Bound by the issue of FMAs and their registers' ports.
 
 Algorithm. For a block of query rows, over chunks of BLOCK_N keys:
 
@@ -15,8 +18,8 @@ DV_COLUMNS of O, and does ROWS + COLUMNS 16-byte shared loads for 4 ROWS COLUMNS
 
 Memory. P: 4 BLOCK_M (BLOCK_N + 4) bytes, kept for the whole chunk, so that S is computed once however large Dv is.
 Ring of STAGES slots, filled by cp.async: 4 (BLOCK_M + BLOCK_N) (BLOCK_D + 4) bytes each for Q and K, the same bytes
-later for V. O is accumulated in the output itself, read and written once per chunk and slice: BLOCK_N / 2 FMAs per
-byte. Accumulators: ROWS COLUMNS, then ROWS DV_COLUMNS registers per lane.
+later for V. O is accumulated in the output itself, read and written once per chunk and slice: BLOCK_N / 8 FMAs of P V
+per byte. Accumulators: ROWS COLUMNS, then ROWS DV_COLUMNS registers per lane.
 
 Numerics. One fp32 FMA chain per score over D and per output over the keys, rescaled by alpha at each chunk; exp by
 ex2.approx. Against float64, normwise, at D = 1024: 4e-7 on uniform inputs, 1.2e-6 on normal ones. A pair that does
@@ -61,13 +64,13 @@ PAD = 4  # words per row that spread eight rows over the 32 banks, see device/sm
 @dataclass(frozen=True)
 class Config:
     warps: int
-    rows: int
-    columns: int
-    dv_columns: int
+    rows: int  # of S and O, of a warp
+    columns: int  # of S, of a lane
+    dv_columns: int  # of O, of a lane
     block_d: int
-    block_k: int
+    block_k: int  # keys of a slice of V
     stages: int
-    vector: int
+    vector: int  # elements of a copy
     is_causal: bool
 
     def __post_init__(self):

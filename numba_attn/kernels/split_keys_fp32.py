@@ -1,5 +1,8 @@
 """Few queries, many keys: warps take chunks of keys and write partial results; a second kernel merges them.
 
+Seventh rung of the ladder. To the others, in which one warp or block meets all keys of its rows, it adds a split of the
+keys: as many warps share them as fill the GPU. Bound by reading K and V once, by issue slots from about 8 rows on.
+
 Algorithm. The keys of a head are cut into chunks. For each chunk and ROWS query rows, KEYS keys at a time:
 
     1.  S = scale Q K^T              a part of each dot product per lane, summed over the lanes by five shuffles
@@ -8,9 +11,6 @@ Algorithm. The keys of a head are cut into chunks. For each chunk and ROWS query
     and after the chunk (m, l, acc) is written as it is. Then, for each row, over its chunks i:
     4.  m = max_i m_i                w_i = exp(m_i - m)
     5.  l = sum_i w_i l_i            O = sum_i w_i acc_i / l    lse = m + ln l
-
-In the other kernels one warp or block meets all keys of its rows. Here as many warps share them as fill the GPU, which
-one query per head cannot do otherwise. What bounds it is reading K and V once.
 
 Work split. A block is one warp, for (batch, head, chunk, ROWS query rows); blocks of one chunk follow each other, so
 that rows after the first ROWS find K and V in L2. Lane t owns the columns 4 t + 128 u .. + 3. Merge: one warp for
@@ -24,7 +24,7 @@ Numerics. A score is 32 chains of D / 32 FMAs, summed pairwise; exp by ex2.appro
 chunk, rescaled every KEYS keys; the chunks are one chain in order. Against float64, normwise, at D = 128: 1.1e-7 on
 uniform inputs, 2.5e-7 on normal ones. A pair that does not count is left out by its position.
 
-Limits. D and Dv up to 1024 (registers), a grid below 2^31 blocks, 8 bytes of workspace a row.
+Limits. D and Dv up to 1024 (registers), a grid below 2^31 blocks, 8 bytes a row within WORKSPACE_BYTES.
 
 Source. Flash-decoding (Dao, Haziza, Massa and Sizov 2023); merging: Milakov and Gimelshein 2018, section 3.1.
 """
@@ -47,9 +47,9 @@ from numba_attn.problem import ITEM_BYTES, MAX_GRID, Device, Problem
 
 @dataclass(frozen=True)
 class Config:
-    vector: int
-    rows: int
-    keys: int
+    vector: int  # elements of a load
+    rows: int  # of a warp
+    keys: int  # at a time
     dv_bucket: int  # of D too
     min_blocks: int
     is_causal: bool
@@ -80,9 +80,8 @@ DV_BUCKETS = (128, 1024)
 WARPS = 4096  # that a call aims at: two waves on the largest GPUs, the second of which evens out the first
 AHEAD = 8  # partial results that are loaded together
 WORKSPACE_BYTES = 512 * 10**6
-# What `suits` compares: rows up to which K and V are read once, keys that make two launches worth it.
-MOST_ROWS, LEAST_KEYS = 4, 256
-FLASH_ROWS = 16  # of flash_fp32's smallest tile
+# What `suits` compares, see the note: rows of a head (twice as many for full lanes), keys, rows of flash_fp32's tile.
+MOST_ROWS, LEAST_KEYS, FLASH_ROWS = 4, 256, 16
 
 
 def dv_bucket(problem: Problem) -> int | None:
@@ -109,8 +108,9 @@ def suits(problem: Problem, device: Device) -> str | None:
     if attended(problem) < LEAST_KEYS:
         return f"fewer than {LEAST_KEYS} keys a row: the second launch costs more than it saves"
     blocks = problem.B * problem.H * cdiv(problem.Lq, FLASH_ROWS)
-    if problem.Lq > MOST_ROWS and 2 * blocks > device.sm_count:
-        return f"reads K and V again every few rows: for {MOST_ROWS} rows a head, or where half of the SMs would idle"
+    most_rows = MOST_ROWS * (2 if 64 < max(problem.D, problem.Dv) <= DV_BUCKETS[0] else 1)
+    if problem.Lq > most_rows and 2 * blocks > device.sm_count:
+        return f"reads K and V again every few rows: for {most_rows} rows a head, or where half of the SMs would idle"
     return None
 
 

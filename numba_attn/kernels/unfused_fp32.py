@@ -1,20 +1,22 @@
 """Two products by the caller's library with the softmax between them: what fusion is measured against.
 
+Sixth rung of the ladder. To the others it adds S in memory: the fused kernels never write it. Here it is written twice
+and read three times or more, and O is written twice, but the products are as fast as the library's. Bound by those two
+products.
+
 Algorithm. For one batch of rows of S after the other, so many that S stays below a bound:
 
     1.  S = Q K^T                    a batched product of torch or CuPy
-    2.  P = exp(scale S - m)         in place, 0 where the key does not count; l = rowsum P, lse = m + ln l
+    2.  m = rowmax (scale S)         P = exp(scale S - m) in place, 0 where the key does not count
+        l = rowsum P                 lse = m + ln l
     3.  O = P V                      as 1
     4.  O = O / l                    under causality, what is NaN is first summed again over the keys that count
 
-The fused kernels never write S. Here it is written twice and read twice or more, and O is written twice, but the
-products are as fast as the library's. What bounds it: those two products.
-
-Work split. A batch is a range of heads of one b, or of one head's b if there are more of those, or of the rows of one
-head if its S alone passes the bound. In steps 2 and 4 a block has one row, a thread every THREADS-th key or column.
+Work split. A batch is a range of heads of one b (where B is larger, of b of one head), or of the rows of one head if
+its S alone passes the bound. In steps 2 and 4 a block has one row, a thread every THREADS-th key or column.
 
 Memory. S and l: at most WORKSPACE_BYTES of workspace. The library may copy operands whose strides its product does not
-take. Shared: a maximum and a sum per warp.
+take. Shared: 8 WARPS bytes, a maximum and a sum per warp.
 
 Numerics. The products sum in fp32 in the library's order, with TF32 off whatever its flags say; the order may depend on
 strides and shape. Dividing O, not P, by l saves a rounding of each P, and small V their digits. Step 4 sums again

@@ -2,7 +2,7 @@
 
 Second rung of the ladder. To the first, block_per_head_fp32, it adds registers and shuffles: Q and acc never leave
 the lanes, a score crosses them, and no warp waits for another. What the rows of a block share, they share through the
-L1 cache. Bound by its loads and their addresses: one load from L1 for each FMA.
+L1 cache. Bound by issue slots: for each FMA one load from L1 and two additions for its address.
 
 Algorithm. For each query, over its keys:
 
@@ -54,8 +54,8 @@ BUCKETS = tuple(MIN_BLOCKS)
 @dataclass(frozen=True)
 class Config:
     warps: int
-    bucket: int
-    batch: int
+    bucket: int  # D and Dv rounded up
+    batch: int  # columns of a lane that are loaded without a test in between
     is_causal: bool
     min_blocks: int = 1
 
@@ -140,6 +140,7 @@ def build(config: Config):
         head = cuda.blockIdx.x // m_blocks
         b, h = head // H, head % H
         tid = cuda.threadIdx.x
+        # Shift and mask: known not to be negative, they are not tested for wrap-around at each access.
         lane = tid & 31
         row = cuda.blockIdx.x % m_blocks * WARPS + (tid >> 5)
         own_row = min(row, Lq - 1)  # a warp past the last row repeats it and stores nothing

@@ -1,5 +1,9 @@
 """One warp per query, one lane per key: online softmax with shuffles and shared tiles.
 
+Third rung of the ladder. To the second, warp_streaming_fp32, it adds tiles in shared memory and a key per lane: the
+lanes sum 32 scores side by side, so that 32 keys take 42 shuffles, not 160. Bound by shared loads: an element of Q and
+one of K for each FMA of Q K^T, one of V for each of P V.
+
 Algorithm. For each query, over tiles of 32 keys, lane t having key t of the tile:
 
     1.  s_t = scale q . k_t                      lane t alone, D walked in slices of BLOCK_D
@@ -12,9 +16,10 @@ Algorithm. For each query, over tiles of 32 keys, lane t having key t of the til
 Work split. One block per (batch, head, WARPS query rows); each warp has one row, all warps share the tiles of K and
 V. In step 5 lane t owns the columns t + 32 i of O.
 
-Memory. Slices staged in shared memory: 4 (WARPS + 32) (BLOCK_D + 4) bytes for Q and K, 4 V_KEYS DV_BUCKET for V. Q and
-K are read 16 bytes at a time, which the compiler does where rows start on 16 bytes; a row stride of 4 words times an
-odd number puts the reads of eight successive keys into 32 banks. acc: DV_BUCKET / 32 registers per lane.
+Memory. Slices staged in shared memory: 4 (WARPS + 32) (BLOCK_D + 4) bytes for Q and K, 4 V_KEYS DV_BUCKET for V; Q
+again in every tile of keys. Q and K are read 16 bytes at a time, which the compiler does where rows start on 16
+bytes; a row stride of 4 words times an odd number puts the reads of eight successive keys into 32 banks. acc:
+DV_BUCKET / 32 registers per lane.
 
 Numerics. One fp32 FMA chain per score over D and per output over the keys. Against float64, normwise, at D = 1024:
 4e-7 on uniform inputs, 1.2e-6 on normal ones. A key that does not count is skipped by its position, never multiplied
@@ -47,9 +52,9 @@ PAD = 4  # words per row
 @dataclass(frozen=True)
 class Config:
     warps: int
-    block_d: int
-    v_keys: int
-    dv_bucket: int
+    block_d: int  # columns of a slice of Q and K
+    v_keys: int  # keys of a slice of V
+    dv_bucket: int  # Dv rounded up: what a warp accumulates
     is_causal: bool
     min_blocks: int = 1
 
@@ -81,7 +86,7 @@ def supports(problem: Problem, device: Device) -> str | None:
 
 
 def suits(problem: Problem, device: Device) -> str | None:
-    return "one FMA per two shared loads: flash_fp32 is several times faster"
+    return "one or two elements from shared memory per FMA: flash_fp32 is four times faster"
 
 
 def dv_bucket(Dv: int) -> int:
@@ -156,7 +161,7 @@ def build(config: Config):
                     c = c0 + lane
                     d = uint32(d0 + c)
                     sQ[warp, c] = gQ[min(uint32(row), last_row), min(d, last_d)]
-                    # Past D zeros in K do: where Q's last column is not finite, its row is NaN anyway.
+                    # Past D zeros in K do: where Q's last column is not finite, its row of O is NaN anyway.
                     for i in range(0, WARP, WARPS):
                         k = gK[min(uint32(n0 + warp + i), last_key), min(d, last_d)]
                         sK[warp + i, c] = k if d <= last_d else ZERO

@@ -1,8 +1,8 @@
 """Several queries per warp, one lane per key: each element of K and V read from shared memory serves them all.
 
-What it adds to warp_tile_fp32: ROWS queries share each element of K and V that a warp reads, and the next slice waits
-in registers while this one is used. What bounds it: shared loads of Q, an element of which is broadcast for each FMA
-of S.
+Fourth rung of the ladder. To the third, warp_tile_fp32, it adds rows per warp: ROWS queries share each element of K and
+V that a warp reads, and the next slice waits in registers while this one is used. Bound by shared loads and issue slots
+together: an element of Q is still broadcast for each FMA of Q K^T, and few warps are there to overlap the two.
 
 Algorithm. For ROWS queries r of a warp, over tiles of 32 keys, lane t having key t of the tile:
 
@@ -53,9 +53,9 @@ PAD = 4  # words per row
 @dataclass(frozen=True)
 class Config:
     warps: int
-    rows: int
-    v_keys: int
-    dv_bucket: int
+    rows: int  # of a warp
+    v_keys: int  # keys of a slice of V
+    dv_bucket: int  # Dv rounded up: what a warp accumulates for each row
     is_causal: bool
     min_blocks: int = 1
 
@@ -89,7 +89,7 @@ def supports(problem: Problem, device: Device) -> str | None:
 
 
 def suits(problem: Problem, device: Device) -> str | None:
-    return "one key a lane, so each FMA needs a new element of Q: flash_fp32 is twice as fast"
+    return "one key a lane, so each FMA needs a new element of Q: flash_fp32 is over twice as fast"
 
 
 def _config(Dv: int, is_causal: bool) -> Config:
@@ -131,7 +131,7 @@ def build(config: Config):
     V_WIDTH = min(DV_BUCKET, config.threads)  # threads side by side on a row of V
     V_HEIGHT = config.threads // V_WIDTH
     V_DOWN, V_ACROSS = V_KEYS // V_HEIGHT, DV_BUCKET // V_WIDTH
-    Q_SLOTS, K_SLOTS, V_SLOTS = 2 * BLOCK_M, 2 * WARP, 2 * V_KEYS
+    Q_SLOTS, K_SLOTS, V_SLOTS = 2 * BLOCK_M, 2 * WARP, 2 * V_KEYS  # rows of both slots
 
     @cuda.jit
     def warp_tile_multi_fp32(Q, K, V, O, lse, scale):
@@ -189,7 +189,7 @@ def build(config: Config):
                             s[r] += sQ[used * BLOCK_M + row_in_block + r, c] * sK[used * WARP + lane, c]
                 for r in range(ROWS):
                     sQ[filled * BLOCK_M + row_in_block + r, lane] = q[r]
-                # Past D zeros in K do: where Q's last column is not finite, its row is NaN anyway.
+                # Past D zeros in K do: where Q's last column is not finite, its row of O is NaN anyway.
                 for i in range(K_LOADS):
                     sK[filled * WARP + warp + WARPS * i, lane] = k[i] if d <= last_d else ZERO
                 cuda.syncthreads()  # the slice is there for everybody, and everybody is done with the last one
@@ -205,7 +205,7 @@ def build(config: Config):
                 m_new[r] = max(m[r], m_new[r])
                 base = m_new[r] if m_new[r] > NEG_INF else ZERO  # exp(-inf - -inf) is NaN
                 p[r] = float32(math.exp(s[r] - base))
-                sP[warp, lane, r] = p[r]
+                sP[warp, lane, r] = p[r]  # read behind the barrier of the first keys of V
                 alpha = float32(math.exp(m[r] - base))
                 m[r] = m_new[r]
                 l[r] *= alpha

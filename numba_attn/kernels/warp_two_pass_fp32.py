@@ -1,24 +1,25 @@
 """Two passes over the keys: the first finds m and l, the second recomputes the scores and accumulates.
 
-What it adds to warp_tile_fp32: the maximum is known before the first product with V, so that acc is never rescaled and
-no shuffle stands between a score and its use; the price is S = Q K^T twice. What bounds it: shared loads, an element
-of Q and one of K for each FMA of S and one of V for each of P V.
+Fifth rung of the ladder, beside the fourth: to the third, warp_tile_fp32, it adds a pass. m is known before the first
+product with V, so that acc is never rescaled and no reduction stands between a score and its use; the price is Q K^T
+twice. Bound by shared loads: an element of Q and one of K for each FMA of Q K^T, one of V for each of P V.
 
 Algorithm. For each query, over tiles of 32 keys, lane t having key t of each tile:
 
-    first pass    s_t = scale q . k_t            lane t alone, D walked in slices of BLOCK_D
+    first pass    s_t = scale q . k_t                             lane t alone, D walked in slices of BLOCK_D
                   m_new = max(m_t, s_t)   l_t = l_t exp(m_t - m_new) + exp(s_t - m_new)   m_t = m_new
-    between       m = max_t m_t   l = sum_t l_t exp(m_t - m)                              ten shuffles a query
+    between       m = max_t m_t   l = sum_t l_t exp(m_t - m)      ten shuffles a query
     second pass   s_t as before   p_t = exp(s_t - m)
-                  acc = acc + sum_t p_t v_t      p_t broadcast from lane t's register, one shuffle a key
+                  acc = acc + sum_t p_t v_t                       p_t broadcast from lane t, one shuffle a key
     and after the last tile O = acc / l, lse = m + ln l.
 
 Work split. One block per (batch, head, WARPS query rows); each warp has one row, all warps share the tiles of K and
 V. In the product with V lane t owns the columns t + 32 i of O.
 
-Memory. Slices staged in shared memory: 4 (WARPS + 32) (BLOCK_D + 4) bytes for Q and K, 4 V_KEYS DV_BUCKET for V. Q and
-K are read 16 bytes at a time, which the compiler does where rows start on 16 bytes; a row stride of 4 words times an
-odd number puts the reads of eight successive keys into 32 banks. acc: DV_BUCKET / 32 registers per lane.
+Memory. Slices staged in shared memory: 4 (WARPS + 32) (BLOCK_D + 4) bytes for Q and K, 4 V_KEYS DV_BUCKET for V; Q
+again in every tile of both passes. Q and K are read 16 bytes at a time, which the compiler does where rows start on 16
+bytes; a row stride of 4 words times an odd number puts the reads of eight successive keys into 32 banks. acc:
+DV_BUCKET / 32 registers per lane.
 
 Numerics. One fp32 FMA chain per score over D, the same bits in both passes, and one per output over the keys. Against
 float64, normwise, at D = 1024: 4e-7 on uniform inputs, 1.2e-6 on normal ones. A key that does not count is skipped by
@@ -51,9 +52,9 @@ PAD = 4  # words per row
 @dataclass(frozen=True)
 class Config:
     warps: int
-    block_d: int
-    v_keys: int
-    dv_bucket: int
+    block_d: int  # columns of a slice of Q and K
+    v_keys: int  # keys of a slice of V
+    dv_bucket: int  # Dv rounded up: what a warp accumulates
     is_causal: bool
     min_blocks: int = 1
 
@@ -159,7 +160,7 @@ def build(config: Config):
                         c = c0 + lane
                         d = uint32(d0 + c)
                         sQ[warp, c] = gQ[min(uint32(row), last_row), min(d, last_d)]
-                        # Past D zeros in K do: where Q's last column is not finite, its row is NaN anyway.
+                        # Past D zeros in K do: where Q's last column is not finite, its row of O is NaN anyway.
                         for i in range(0, WARP, WARPS):
                             k = gK[min(uint32(n0 + warp + i), last_key), min(d, last_d)]
                             sK[warp + i, c] = k if d <= last_d else ZERO
