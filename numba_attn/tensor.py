@@ -13,11 +13,14 @@ from __future__ import annotations
 import operator
 import struct
 
+from llvmlite import ir
 from numba.cuda import cgutils, types
 from numba.cuda.cudadecl import registry as declarations
 from numba.cuda.cudaimpl import registry as implementations
 from numba.cuda.extending import make_attribute_wrapper, models, register_model
 from numba.cuda.typing.templates import AbstractTemplate, signature
+
+_GLOBAL = 1  # the address space of global memory in NVVM IR
 
 
 class Tensor(types.Type):
@@ -90,11 +93,16 @@ def element_pointer(context, builder, tensor, value, index, index_value):
     return builder.gep(parts.data, [offset]), shape[used:], strides[used:]
 
 
+def in_global_memory(builder, pointer):
+    """The pointer as one to global memory, which a choice between tensors hides from the compiler."""
+    return builder.addrspacecast(pointer, ir.PointerType(pointer.type.pointee, _GLOBAL))
+
+
 @implementations.lower(operator.getitem, Tensor, types.Any)
 def _getitem(context, builder, sig, args):
     pointer, shape, strides = element_pointer(context, builder, sig.args[0], args[0], sig.args[1], args[1])
     if not shape:
-        return builder.load(pointer)
+        return builder.load(in_global_memory(builder, pointer))
     view = cgutils.create_struct_proxy(sig.return_type)(context, builder)
     view.data = pointer
     view.shape = cgutils.pack_array(builder, shape)
@@ -105,7 +113,7 @@ def _getitem(context, builder, sig, args):
 @implementations.lower(operator.setitem, Tensor, types.Any, types.Any)
 def _setitem(context, builder, sig, args):
     pointer, _, _ = element_pointer(context, builder, sig.args[0], args[0], sig.args[1], args[1])
-    builder.store(args[2], pointer)
+    builder.store(args[2], in_global_memory(builder, pointer))
     return context.get_dummy_value()
 
 

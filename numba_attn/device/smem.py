@@ -26,7 +26,7 @@ from numba.cuda.typing.templates import AbstractTemplate, AttributeTemplate, sig
 
 from numba_attn.device.ptx import emit_cp_async, emit_from_lane_0
 from numba_attn.device.verb import twin_of
-from numba_attn.tensor import Tensor, element_pointer, index_types, index_values
+from numba_attn.tensor import Tensor, element_pointer, in_global_memory, index_types, index_values
 
 _SHARED = 3  # the address space of shared memory in NVVM IR
 _POOL = "dynamic_shared_memory"
@@ -162,7 +162,7 @@ def _setitem(context, builder, sig, args):
 def _pointer(context, builder, array, value, index, index_value):
     """Pointer to an element of a tile or of a tensor."""
     if isinstance(array, Tensor):
-        return element_pointer(context, builder, array, value, index, index_value)[0]
+        return in_global_memory(builder, element_pointer(context, builder, array, value, index, index_value)[0])
     return _tile_pointer(context, builder, array, value, index, index_value)
 
 

@@ -27,10 +27,9 @@ from numba.cuda.extending import intrinsic
 
 from numba_attn.device import fragments, ptx
 from numba_attn.device.verb import twin_of
-from numba_attn.tensor import Tensor, element_pointer
+from numba_attn.tensor import Tensor, element_pointer, in_global_memory
 
 _F32, _I32, _I64 = ir.FloatType(), ir.IntType(32), ir.IntType(64)
-_GLOBAL = 1  # the address space of global memory in NVVM IR
 _ALL_LANES = 0xFFFFFFFF
 _HALF_BYTES, _WORD_BYTES = 2, 4
 _LEAST_EXPONENT = -126
@@ -147,8 +146,7 @@ class _Global:
         kind = types.UniTuple(types.int32, len(index))
         packed = self.e.context.make_tuple(self.e.builder, kind, [i.ir for i in index])
         pointer = element_pointer(self.e.context, self.e.builder, self.type, self.value, kind, packed)[0]
-        # A choice between tensors hides from the compiler that all are in global memory.
-        return self.e.builder.addrspacecast(pointer, ir.PointerType(pointer.type.pointee, _GLOBAL))
+        return in_global_memory(self.e.builder, pointer)
 
 
 class _Emitter:
