@@ -1,15 +1,18 @@
 """fp32 accuracy on tensor cores: operands split into fp16 halves, three products each, by `mma.sync`.
 
+Rung 9. It adds tensor cores to rung 8 (flash_fp32), for head dims whose O fits registers. Their time and the issue
+slots of all other instructions, which hardly overlap, bound it.
+
 Algorithm. Three launches:
 
-    split    tiles of Q, K and V become images of halves, with one exponent per tile and a record of what was lost.
+    split    tiles of Q, K and V become images of halves, with one exponent and a record of what was lost per tile.
     flash    per block of query rows, over tiles of keys, in base 2:
              1.  S = Q K^T              hi hi + hi lo + lo hi on the tensor cores, 16 columns at a time
              2.  m_new = max(m, rowmax S)     alpha = 2^(m - m_new)     P = 2^(S - m_new)
              3.  l = alpha l + rowsum P
              4.  O = alpha O + P V      P split in the registers that S was summed in
              and after the last tile O = O / l, lse = m + ln l.
-    rescue   blocks for which halves would lose digits (`is_safe`) are done in plain fp32.
+    rescue   blocks for which halves would lose digits (`is_safe`), and rows with few keys, in plain fp32.
 
 Work split. One block per (batch, head, WARPS Q_ROWS query rows); a warp owns Q_ROWS of them whole, so that row
 statistics need two shuffles and P never leaves its registers. Tiles of K and V take turns in a ring of SLOTS slots.
@@ -111,9 +114,7 @@ TILES = (
     Config(256, warps=8, q_rows=16, k_rows=32, slots=3),
     Config(256, warps=4, q_rows=16, k_rows=32, slots=3),
 )
-
-
-LEAST_ROWS, LEAST_FLOP = 64, 1e9
+LEAST_ROWS, LEAST_FLOP = 64, 1e9  # below which other kernels are faster
 
 
 def supports(problem: Problem, device: Device) -> str | None:
