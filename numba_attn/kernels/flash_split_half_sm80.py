@@ -1,7 +1,7 @@
 """fp32 accuracy on tensor cores: operands split into fp16 halves, three products each, by `mma.sync`.
 
-Rung 9. It adds tensor cores to rung 8 (flash_fp32), for head dims whose O fits registers. Their time and the issue
-slots of all other instructions, which hardly overlap, bound it.
+Ninth rung of the ladder. To the eighth, flash_fp32, it adds tensor cores. Bound by their time and by the issue slots of
+all other instructions, which hardly overlap.
 
 Algorithm. Three launches:
 
