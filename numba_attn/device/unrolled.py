@@ -254,7 +254,7 @@ class _Evaluator:
         return np.fmax(np.float32(a), np.float32(b))
 
     def ex2(self, x):
-        return np.exp2(np.float32(x)) if x >= _LEAST_EXPONENT else np.float32(0)
+        return np.float32(0) if x < _LEAST_EXPONENT else np.exp2(np.float32(x))
 
     def where(self, condition, a, b):
         return np.float32(a if condition else b)

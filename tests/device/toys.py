@@ -18,34 +18,41 @@ def simulate(kernel, *arrays, threads=32, grid=1, smem_bytes=0) -> None:
 
 
 def run_on_gpu(kernel, *arrays, threads=32, grid=1, smem_bytes=0) -> None:
-    """The same on GPU 0; strides and offsets of the arrays are kept."""
+    """The same on GPU 0; strides and offsets of the arrays are kept. One argument may be a float."""
     import torch
 
+    scale = next((x for x in arrays if not isinstance(x, np.ndarray)), 0.0)
+    kinds = [(x.ndim, x.dtype.name) if isinstance(x, np.ndarray) else None for x in arrays]
+    launch, workspace = _launch(kernel, kinds, threads, grid, smem_bytes)
+    arrays = [array for array in arrays if isinstance(array, np.ndarray)]
     bases = [array if array.base is None else array.base for array in arrays]
     assert all(base.flags.c_contiguous for base in bases), "views are of contiguous arrays here"
-    buffers = [torch.from_numpy(base.reshape(-1)).cuda() for base in bases]
-    launch, workspace = _launch(kernel, [array.ndim for array in arrays], threads, grid, smem_bytes)
+    buffers = [torch.from_numpy(base.reshape(-1).view(np.int32)).cuda() for base in bases]
     layouts, pointers = {}, {}
-    for name, array, base, buffer in zip(launch.args, arrays, bases, buffers, strict=True):
+    for name, array, base, buffer in zip(workspace, arrays, bases, buffers, strict=True):
         layouts[name] = View(array.shape, tuple(stride // array.itemsize for stride in array.strides))
         pointers[name] = buffer.data_ptr() + array.ctypes.data - base.ctypes.data
     torch.cuda.synchronize()
     # The toys have no operands, only workspaces.
-    Plan((launch,), workspace, 0, layouts).run(0, [0] * len(OPERANDS) + [pointers[n] for n in workspace], 0.0)
+    Plan((launch,), workspace, 0, layouts).run(0, [0] * len(OPERANDS) + [pointers[n] for n in workspace], float(scale))
     torch.cuda.synchronize()
     for base, buffer in zip(bases, buffers, strict=True):
-        base[...] = buffer.cpu().numpy().reshape(base.shape)
+        base[...] = buffer.cpu().numpy().view(base.dtype).reshape(base.shape)
 
 
-def ptx_of(kernel, *ndims: int, threads=32) -> str:
-    """PTX of `kernel`, whose parameters are fp32 tensors of these dimensions."""
-    return compiler.ptx(*_launch(kernel, ndims, threads, 1, 0), ARCH)
+def ptx_of(kernel, *ndims: int, threads=32, dtype="float32") -> str:
+    """PTX of `kernel`, whose parameters are tensors of these dimensions."""
+    return compiler.ptx(*_launch(kernel, [(ndim, dtype) for ndim in ndims], threads, 1, 0), ARCH)
 
 
-def _launch(kernel, ndims, threads: int, grid: int, smem_bytes: int):
+def _launch(kernel, kinds, threads: int, grid: int, smem_bytes: int):
+    """The launch and its arrays; of each argument the dimensions and the type, or None for the scale."""
     # Names of their own: those of `OPERANDS` have their dimensions already.
-    workspace = {f"array_{i}": Workspace((1,) * ndim) for i, ndim in enumerate(ndims)}
-    return Launch(_build, kernel, tuple(workspace), grid, threads, smem_bytes), workspace
+    args = ["scale" if kind is None else f"array_{i}" for i, kind in enumerate(kinds)]
+    workspace = {
+        name: Workspace((1,) * kind[0], kind[1]) for name, kind in zip(args, kinds, strict=True) if kind is not None
+    }
+    return Launch(_build, kernel, tuple(args), grid, threads, smem_bytes), workspace
 
 
 def _build(kernel):

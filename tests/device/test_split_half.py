@@ -1,0 +1,454 @@
+"""Contract under test: scales, images and records of tiles, and when a block is safe, against plain numpy."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+from half_images import image_of
+from numba import cuda, float32, int32
+from toys import nans, randn, simulate
+
+from numba_attn.device import fragments
+from numba_attn.device import split_half as sh
+from numba_attn.device.math import LOG2E, bits, from_bits
+from numba_attn.device.mma_tile import lane_of_rows
+from numba_attn.device.ptx import cp_async_commit, cp_async_wait
+from numba_attn.device.smem import shared_memory
+from numba_attn.device.split_half import extremes, is_safe, peak_of, scales, unit_of
+from numba_attn.device.split_kernel import SplitConfig, build_split
+from numba_attn.device.unrolled import unrolled
+
+INF, NAN = np.float32(np.inf), np.float32(np.nan)
+LARGEST, DENORMAL = np.finfo(np.float32).max, np.float32(2.0**-149)
+wait_all = cp_async_wait(0)
+
+
+def test_bits(run):
+    @cuda.jit
+    def kernel(A, I, O):
+        t = cuda.threadIdx.x
+        I[t] = bits(A[t])
+        O[t] = from_bits(I[t])
+
+    A = randn(32)
+    A[:8] = [0, -0.0, INF, -INF, NAN, DENORMAL, LARGEST, -1]
+    codes, O = np.zeros(32, np.int32), nans(32)
+    run(kernel, A, codes, O)
+    np.testing.assert_array_equal(codes, A.view(np.int32))
+    np.testing.assert_array_equal(O.view(np.int32), A.view(np.int32))
+
+
+@cuda.jit
+def scales_kernel(A, O):
+    for i in range(cuda.threadIdx.x, A.shape[0], 32):
+        up, down = scales(bits(A[i]))
+        O[i, 0], O[i, 1], O[i, 2] = up, down, A[i] * up
+
+
+def scaled(run, A):
+    A = np.asarray(A, np.float32)
+    O = nans(len(A), 3)
+    run(scales_kernel, A, O)
+    return O.T
+
+
+def test_scales_of_every_exponent(run):
+    powers = 2.0 ** np.arange(-149, 128)
+    A = np.concatenate([powers, powers * (1 + 2.0**-23), powers * (2 - 2.0**-22)]).astype(np.float32)
+    up, down, x = scaled(run, A)
+    np.testing.assert_array_equal(up * down, 1)
+    assert np.all(np.log2(up) == np.floor(np.log2(up)))
+    large = A >= 2.0**-112
+    assert np.all((x[large] >= 2**14) & (x[large] < 2**15))
+    np.testing.assert_array_equal(up[~large], 2.0**126)
+    np.testing.assert_array_equal(x, A.astype(np.float64) * up)
+    # Below, all bits are kept at that: no half is denormal that has a bit to lose.
+    assert np.all(A[~large].astype(np.float64) * 2.0**126 < 2**15)
+
+
+def test_scales_at_the_ends(run):
+    up, down, x = scaled(run, [0, DENORMAL, LARGEST, INF, NAN])
+    np.testing.assert_array_equal(up[:3], [2.0**126, 2.0**126, 2.0**-113])
+    assert np.all(np.isfinite(up)) and np.all(up > 0) and np.all(up * down == 1)
+    assert x[0] == 0 and 2**14 <= x[2] < 2**15 and not np.isfinite(x[3]) and np.isnan(x[4])
+
+
+def test_unit_of(run):
+    @cuda.jit
+    def kernel(A, O):
+        O[cuda.threadIdx.x] = unit_of(A[cuda.threadIdx.x, 0], A[cuda.threadIdx.x, 1])
+
+    A = np.ones((32, 2), np.float32)
+    A[:4] = [[2.0**-20, 2.0**-30], [2.0**-126, 2.0**-126], [2.0**-63, 2.0**-63], [2.0**113, 2.0**-126]]
+    O = nans(32)
+    run(kernel, A, O)
+    np.testing.assert_array_equal(O[:5], [2.0**-50, 2.0**-126, 2.0**-126, 2.0**-13, 1])
+    assert np.all(O * np.float32(0) == 0)
+
+
+def test_peak_of(run):
+    @cuda.jit
+    def kernel(A, O):
+        O[cuda.threadIdx.x] = peak_of(A[cuda.threadIdx.x, 0], A[cuda.threadIdx.x, 1])
+
+    A = np.ones((32, 2), np.float32)
+    A[:3] = [[2.0**-20, 2.0**20], [2.0**-30, 2.0**20], [2.0**-126, 2.0**-113]]
+    O = nans(32)
+    run(kernel, A, O)
+    np.testing.assert_array_equal(O[:4], [2.0**14, 2.0**4, 2.0**-86, 2.0**14])
+
+
+@pytest.mark.parametrize(("first", "last"), [(0, 70), (3, 4), (31, 65), (5, 5)])
+def test_extremes(run, first, last):
+    @cuda.jit
+    def kernel(record, O):
+        t = cuda.threadIdx.x
+        O[t, 0], O[t, 1], O[t, 2] = extremes(record, first, last, t)
+
+    record = np.abs(randn(70, sh.RECORD))
+    record[40, sh.AMAX], record[41, sh.LEVEL], record[42, sh.ROW_MIN] = INF, 0, INF
+    O = nans(32, 3)
+    run(kernel, record, O)
+    part = record[first:last]
+    expected = [
+        part[:, sh.AMAX].max(initial=0),
+        part[:, sh.LEVEL].min(initial=np.inf),
+        part[:, sh.ROW_MIN].min(initial=np.inf),
+    ]
+    np.testing.assert_array_equal(O, np.broadcast_to(expected, (32, 3)))
+
+
+def below(x) -> np.float32:
+    return np.nextafter(np.float32(x), np.float32(-np.inf))
+
+
+def above(x) -> np.float32:
+    return np.nextafter(np.float32(x), INF)
+
+
+# D, then largest magnitude and level of Q and of K, then largest magnitude of V and that of its smallest row.
+USUAL = {"D": 64, "q_amax": 4, "q_level": 0.25, "k_amax": 4, "k_level": 0.25, "v_amax": 4, "v_min": 1}
+SPARSE = {**USUAL, "q_level": 0, "k_level": 0}
+LARGE = {**USUAL, "q_amax": 2**10, "q_level": 2**6, "k_amax": 2**12, "k_level": 2**6}
+
+SAFE = {
+    "usual": USUAL,
+    "sparse, small scores": SPARSE,
+    "sparse, the largest scores": {**SPARSE, "q_amax": 2.0**8, "k_amax": 2.0**1},
+    "dense, large scores": LARGE,
+    "dense, scores that are nearly infinite": {
+        **LARGE,
+        "q_amax": 2.0**62,
+        "q_level": 2.0**58,
+        "k_amax": 2.0**59,
+        "k_level": 2.0**53,
+    },
+    "smallest row of V": {**USUAL, "v_min": 2.0**-10},
+    "V of zeros": {**USUAL, "v_amax": 0, "v_min": INF},
+    "Q of zeros": {**USUAL, "q_amax": 0, "q_level": INF},
+    "K of zeros": {**USUAL, "k_amax": 0, "k_level": INF},
+    "largest V": {**USUAL, "v_amax": LARGEST, "v_min": LARGEST},
+    "denormal V": {**USUAL, "v_amax": DENORMAL, "v_min": DENORMAL},
+    "denormal Q": {**USUAL, "q_amax": DENORMAL, "q_level": 0},
+    "all scores are 0": {**USUAL, "q_amax": 0, "q_level": INF, "k_amax": 0, "k_level": INF},
+}
+UNSAFE = {
+    "sparse, larger scores": {**SPARSE, "q_amax": above(2.0**8), "k_amax": 2.0**1},
+    "sparse Q": {**LARGE, "q_level": below(2**6)},
+    "sparse K": {**LARGE, "k_level": below(2**6)},
+    "more columns": {**SPARSE, "q_amax": 2.0**8, "k_amax": 2.0**1, "D": 65},
+    "infinite scores": {**LARGE, "q_amax": 2.0**62, "q_level": 2.0**62, "k_amax": 2.0**60, "k_level": 2.0**60},
+    "a small row of V": {**USUAL, "v_min": below(2.0**-10)},
+    "Q not finite": {**USUAL, "q_amax": INF},
+    "K not finite": {**USUAL, "k_amax": INF},
+    "V not finite": {**USUAL, "v_amax": INF, "v_min": INF},
+    "K not finite, Q of zeros": {**USUAL, "k_amax": INF, "q_amax": 0, "q_level": INF},
+}
+
+
+def test_is_safe(run):
+    @cuda.jit
+    def kernel(A, O):
+        for i in range(cuda.threadIdx.x, A.shape[0], 32):
+            safe = is_safe(A[i, 0], A[i, 1], A[i, 2], A[i, 3], A[i, 4], A[i, 5], A[i, 6])
+            O[i] = float32(1) if safe else float32(0)
+
+    names = [*SAFE, *UNSAFE]
+    A = np.array([list(case.values()) for case in (*SAFE.values(), *UNSAFE.values())], np.float32)
+    O = nans(len(A))
+    run(kernel, A, O)
+    wrong = [name for name, x, i in zip(names, O, range(len(A)), strict=True) if x != (i < len(SAFE))]
+    assert not wrong
+
+
+def test_split(run):
+    @unrolled
+    def divide(e, x, y, scale):
+        hi, lo = sh.split(e, x[0], x[1], scale)
+        y[0], y[1] = e.unpack(hi)
+        y[2], y[3] = e.unpack(lo)
+
+    @cuda.jit
+    def kernel(A, O, S):
+        for i in range(cuda.threadIdx.x, A.shape[0], 32):
+            x, y = cuda.local.array(2, float32), cuda.local.array(4, float32)
+            x[0], x[1] = A[i, 0], A[i, 1]
+            divide(x, y, S[0])
+            for k in range(4):
+                O[i, k] = y[k]
+
+    for scale in (1, 2.0**10, 2.0**-90):
+        # From the largest half down to what vanishes.
+        sizes = np.float32(2.0) ** np.linspace(14, -40, 96)[:, None]
+        A = (sizes * (1 + np.random.default_rng(0).random((96, 2))) / scale).astype(np.float32)
+        A[::2] *= -1
+        A[0] = [1 + 2.0**-11, 1 - 2.0**-24] / np.float32(scale)
+        O = nans(96, 4)
+        run(kernel, A, O, np.array([scale], np.float32))
+        exact, hi, lo = A.astype(np.float64) * scale, O[:, :2].astype(np.float64), O[:, 2:].astype(np.float64)
+        np.testing.assert_array_equal(hi, exact.astype(np.float16))
+        np.testing.assert_array_equal(lo, (exact - hi).astype(np.float16))
+        assert np.all(np.abs(hi + lo - exact) <= np.maximum(2.0**-23 * np.abs(exact), 2.0**-39 * 2**14))
+
+
+def test_split_of_a_product_that_is_not_rounded(run):
+    # 1.1 scale log2(e) has more bits than fp32; hi + lo has some of them.
+    @unrolled
+    def divide(e, x, y):
+        hi, lo = sh.split(e, x[0], x[0], x[1])
+        y[0], _ = e.unpack(hi)
+        y[1], _ = e.unpack(lo)
+
+    @cuda.jit
+    def kernel(A, O):
+        t = cuda.threadIdx.x
+        x, y = cuda.local.array(2, float32), cuda.local.array(2, float32)
+        x[0], x[1] = A[t, 0], A[t, 1]
+        divide(x, y)
+        O[t, 0], O[t, 1] = y[0], y[1]
+
+    A, O = 1 + np.abs(randn(32, 2)), nans(32, 2)
+    run(kernel, A, O)
+    exact = A[:, 0].astype(np.float64) * A[:, 1]
+    assert np.all(np.abs(O.astype(np.float64).sum(1) - exact) <= 2.0**-23 * exact)
+    np.testing.assert_array_equal(O[:, 1], (exact - O[:, 0]).astype(np.float16))
+
+
+def split_tiles(run, Q, K, V, rows: int, columns: int, vector: int = 1, scale: float = 1 / float(LOG2E), q_tiles=None):
+    """Images and records of Q, K, V as [Q, K, V] x [heads, tiles, ..] by the split kernel; tiles of zeros included."""
+    heads = Q.shape[0] * Q.shape[1]
+    tiles = [-(-X.shape[2] // rows) for X in (Q, K, V)]
+    tiles[0] = q_tiles or tiles[0]
+    images = [np.full((heads, n * sh.image_words(rows, columns)), 0xFFFFFFFF, np.uint32) for n in tiles]
+    records = [nans(heads, n, sh.RECORD) for n in tiles]
+    config = SplitConfig(rows, columns, vector)
+    arguments = (Q, K, V, *images, *records, np.float32(scale))
+    run(build_split(config), *arguments, threads=config.threads, grid=heads * sum(tiles))
+    return [image.reshape(heads, n, -1) for image, n in zip(images, tiles, strict=True)], records
+
+
+def record_of(X, D: int) -> list[float]:
+    """The record of a tile whose rows and columns may be fewer than an image's; UNSCALE apart."""
+    magnitudes = np.abs(X)
+    amax = magnitudes.max() if np.all(np.isfinite(X)) else INF
+    rows = magnitudes.max(axis=1)
+    rows = rows[rows > 0]
+    if not len(rows):
+        return [amax, INF, INF]
+    near = np.sum(magnitudes >= amax * np.float32(2.0**-4), axis=1)[magnitudes.max(axis=1) > 0]
+    return [amax, amax * np.float32(2.0**-4) if np.all(2 * near > D) else 0, rows.min()]
+
+
+SIZES = [(16, 16, 1), (16, 40, 4), (32, 64, 4), (32, 70, 1), (32, 128, 4)]
+
+
+@pytest.mark.parametrize(("rows", "columns", "vector"), SIZES)
+def test_images(run, rows, columns, vector):
+    D, Dv = columns - columns % vector, columns - 4
+    Q, K, V = (
+        randn(2, 1, 3, D),
+        100 * randn(2, 1, rows + 5, D, seed=1),
+        np.float32(1e-30) * randn(2, 1, rows + 5, Dv, seed=2),
+    )
+    images, records = split_tiles(run, Q, K, V, rows, columns, vector, q_tiles=2)
+    for X, own_images, own_records in zip((Q, K, V), images, records, strict=True):
+        for head in range(2):
+            for tile in range(2):
+                part = np.zeros((rows, columns), np.float32)
+                there = X[head, 0, tile * rows : (tile + 1) * rows]
+                part[: len(there), : X.shape[3]] = there
+                amax, level, row_min = record_of(part, X.shape[3])
+                record = own_records[head, tile]
+                np.testing.assert_array_equal(record[: sh.UNSCALE], [amax, level, row_min])
+                up = 1 / record[sh.UNSCALE]
+                assert amax == 0 or 2**14 <= amax * up < 2**15
+                np.testing.assert_array_equal(own_images[head, tile], image_of(part, up))
+
+
+def padded(X) -> np.ndarray:
+    """With the columns of an image: zeros, whose sign is that of the factor."""
+    return np.pad(X.astype(np.float64), ((0, 0), (0, -X.shape[1] % sh.BLOCK_COLUMNS)))
+
+
+def test_images_of_scaled_queries(run):
+    Q, K, V = randn(1, 1, 16, 16), randn(1, 1, 16, 16, seed=1), randn(1, 1, 16, 16, seed=2)
+    times = np.float32(-0.3) * LOG2E
+    (q_image, k_image, _), (q_record, k_record, _) = split_tiles(run, Q, K, V, 16, 16, 4, scale=-0.3)
+    amax, level = np.abs(Q).max() * -times, np.abs(Q).max() * np.float32(2.0**-4) * -times
+    dense = np.all(np.sum(np.abs(Q[0, 0]) >= np.abs(Q).max() / 16, axis=1) > 8)
+    np.testing.assert_array_equal(q_record[0, 0, :2], [amax, level if dense else 0])
+    up = 1 / q_record[0, 0, sh.UNSCALE]
+    assert 2**14 <= amax * up < 2**15
+    np.testing.assert_array_equal(q_image[0, 0], image_of(padded(Q[0, 0]) * times, up))
+    np.testing.assert_array_equal(k_image[0, 0], image_of(K[0, 0], 1 / k_record[0, 0, sh.UNSCALE]))
+
+
+def tile_with(change) -> np.ndarray:
+    X = np.copysign(np.float32(1), randn(16, 16)) + np.float32(0.25) * randn(16, 16, seed=1)
+    change(X)
+    return X
+
+
+def put(index, value):
+    def change(X):
+        X[index] = value
+
+    return change
+
+
+def times(index, factor):
+    def change(X):
+        X[index] *= np.float32(factor)
+
+    return change
+
+
+TILES = {
+    "usual": put((0, 0), 1),
+    "zeros": put(slice(None), 0),
+    "-0": put(slice(None), -0.0),
+    "NaN": put((15, 15), NAN),
+    "-NaN": put((15, 15), -NAN),
+    "Inf": put((0, 15), INF),
+    "-Inf": put((15, 0), -INF),
+    "NaN and Inf": put((3, slice(3, 5)), [INF, NAN]),
+    "zero rows": put(slice(2, 9), 0),
+    "all but one row zero": put(slice(1, None), 0),
+    "outlier": put((7, 7), -(2.0**20)),
+    "half of a row small": times((5, slice(8)), 2.0**-10),
+    "less than half of a row small": times((5, slice(7)), 2.0**-10),
+    "small row": times(11, 2.0**-30),
+    "small column": times((slice(None), 11), 2.0**-30),
+    "one element": put((slice(None), slice(1, None)), 0),
+    "denormals": times(slice(None), 2.0**-130),
+    "denormal row": times(3, 2.0**-130),
+    "denormal": put((slice(None), slice(None)), DENORMAL),
+    "largest": put((2, 3), LARGEST),
+    "large": times(slice(None), 2.0**126),
+    "constant": put(slice(None), -3),
+}
+
+
+def test_records(run):
+    X = np.stack([tile_with(change) for change in TILES.values()])[None]
+    images, records = split_tiles(run, X, X, X, 16, 16)
+    expected = np.array([record_of(tile, 16) for tile in X[0]], np.float32)
+    for image, record in zip(images, records, strict=True):
+        np.testing.assert_array_equal(record[:, 0, : sh.UNSCALE], expected)
+        up = 1 / record[:, 0, sh.UNSCALE]
+        for name, tile, words, factor in zip(TILES, X[0], image[:, 0], up, strict=True):
+            if np.all(np.isfinite(tile)):
+                np.testing.assert_array_equal(words, image_of(tile, factor), err_msg=name)
+
+
+@pytest.mark.parametrize("scale", [0, -0.0, 1e-45, 1e30, 3e38, -1e38, INF, -INF, NAN])
+def test_records_at_odd_scales(run, scale):
+    Q = tile_with(TILES["usual"])[None, None]
+    (image, *_), (record, *_) = split_tiles(run, Q, Q, Q, 16, 16, scale=scale)
+    with np.errstate(all="ignore"):
+        factor = np.float32(scale) * LOG2E
+        amax = np.abs(Q).max() * abs(factor)
+        up = 1 / record[0, 0, sh.UNSCALE]
+        has_scale = amax < INF and abs(factor) * up < INF
+    assert record[0, 0, sh.AMAX] == (amax if has_scale else INF)
+    if has_scale:
+        np.testing.assert_array_equal(image[0, 0], image_of(padded(Q[0, 0]) * factor, up))
+    else:
+        assert not abs(scale) <= 1e30
+
+
+@pytest.mark.parametrize(("rows", "columns", "warps"), [(16, 16, 2), (32, 64, 2), (16, 128, 4)])
+def test_round_trip(run, rows, columns, warps):
+    """What the split kernel writes, copied to shared memory and read as fragments, is the matrix."""
+    X = randn(1, 1, 2 * rows, columns)
+    (images, *_), (records, *_) = split_tiles(run, X, X, X, rows, columns)
+    m_tiles, steps, threads = rows // 16, columns // 16, 32 * warps
+    copy, words = sh.copy_image(sh.image_bytes(rows, columns), threads), sh.image_words(rows, columns)
+    shape = (m_tiles, steps, 2, 4)
+
+    @unrolled
+    def load(e, x, address):
+        for i in range(m_tiles):
+            for step in range(steps):
+                block, chunk = divmod(2 * step, 8)
+                at = (address ^ (chunk * 16)) + (block * rows + 16 * i) * sh.ROW_BYTES
+                for plane in range(2):
+                    for r, register in enumerate(e.ldmatrix(at + plane * sh.plane_bytes(rows, columns))):
+                        x[i, step, plane, r] = register
+
+    @cuda.jit
+    def kernel(image, O):
+        tid = cuda.threadIdx.x
+        lane = tid & 31
+        smem = shared_memory()
+        copy(smem, image, words, tid)  # the second tile
+        cp_async_commit()
+        wait_all()
+        cuda.syncthreads()
+        x = cuda.local.array(shape, int32)
+        load(x, smem + lane_of_rows(lane))
+        for i in range(m_tiles):
+            for step in range(steps):
+                for plane in range(2):
+                    for r in range(4):
+                        O[tid, i, step, plane, r] = x[i, step, plane, r]
+
+    O = np.zeros((threads, *shape), np.int32)
+    run(kernel, images[0].reshape(-1), O, threads=threads, smem_bytes=sh.image_bytes(rows, columns))
+    part, up = X[0, 0, rows:].astype(np.float64), 1 / records[0, 1, sh.UNSCALE]
+    for warp in range(warps):
+        registers = O[32 * warp : 32 * warp + 32].view(np.uint32)
+        for i in range(m_tiles):
+            for step in range(steps):
+                hi, lo = (fragments.gather_a(registers[:, i, step, plane]).astype(np.float64) for plane in range(2))
+                exact = part[16 * i : 16 * i + 16, 16 * step : 16 * step + 16] * up
+                assert np.all(np.abs(hi + lo - exact) <= np.maximum(2.0**-23 * np.abs(exact), 2.0**-25))
+
+
+def test_eight_rows_of_a_chunk_are_in_different_banks():
+    word = sh.image_word(16)
+
+    @cuda.jit
+    def kernel(O):
+        t = cuda.threadIdx.x
+        for row in range(16):
+            O[row, t] = word(row, t)
+
+    O = np.zeros((16, 32), np.int32)
+    simulate(kernel, O)
+    assert len(set(O.ravel())) == O.size and sorted(O.ravel()) == list(range(0, 4 * O.size, 4))
+    for first in (0, 8):
+        assert np.all(np.sort(O[first : first + 8] % 32 // 4, axis=0) == np.arange(8)[:, None])
+
+
+def test_copy_image_that_does_not_come_out_even():
+    with pytest.raises(ValueError, match="96 threads do not share 4096 bytes evenly, 16 bytes each"):
+        sh.copy_image(4096, 96)
+
+
+@pytest.mark.parametrize(("columns", "wide"), [(1, 64), (64, 64), (65, 128), (256, 256)])
+def test_sizes(columns, wide):
+    assert sh.padded(columns) == wide
+    assert sh.image_bytes(16, columns) == 2 * sh.plane_bytes(16, columns) == 4 * 16 * wide
+    assert sh.image_words(16, columns) == 16 * wide
+    assert SplitConfig(16, columns, 1).threads == wide
