@@ -5,12 +5,14 @@ from __future__ import annotations
 import numpy as np
 import pytest
 from half_images import gathered, image_of, of_rows, scattered
-from numba import cuda, float32, int32
+from numba import cuda, float32
 from toys import nans, randn, simulate
 
 from numba_attn import sim
 from numba_attn.device import mma_tile
 from numba_attn.device.fragments import C_COL, C_ROW
+from numba_attn.device.mask import Mask
+from numba_attn.device.math import LOG2E
 from numba_attn.device.mma_tile import lane_of_chunks, lane_of_rows
 from numba_attn.device.ptx import cp_async_commit, cp_async_wait
 from numba_attn.device.smem import shared_memory
@@ -108,32 +110,57 @@ def test_products_of_halves(run):
 
 
 @pytest.mark.parametrize(("q_rows", "k_rows"), [(16, 16), (32, 32)])
-def test_masked(run, q_rows, k_rows):
-    mask = mma_tile.masked(q_rows, k_rows)
-    shape, row_shape = (q_rows // 16, k_rows // 8, 4), (q_rows // 16, 2)
+@pytest.mark.parametrize(
+    ("is_causal", "row0", "col0", "Lk"), [(True, 16, 16, 99), (True, 0, 8, 99), (False, 5, 16, 29)]
+)
+def test_masked(run, q_rows, k_rows, is_causal, row0, col0, Lk):
+    mask = mma_tile.masked(q_rows, k_rows, Mask(is_causal).end)
+    shape = (q_rows // 16, k_rows // 8, 4)
 
     @cuda.jit
-    def kernel(A, ENDS):
+    def kernel(A):
         lane = cuda.threadIdx.x
-        S, ends = cuda.local.array(shape, float32), cuda.local.array(row_shape, int32)
+        S = cuda.local.array(shape, float32)
         for i in range(shape[0]):
-            for h in range(2):
-                ends[i, h] = ENDS[lane, i, h] - 2 * (lane & 3)
             for j in range(shape[1]):
                 for r in range(4):
                     S[i, j, r] = A[lane, i, j, r]
-        mask(S, ends)
+        mask(S, row0, col0, Lk, lane)
         for i in range(shape[0]):
             for j in range(shape[1]):
                 for r in range(4):
                     A[lane, i, j, r] = S[i, j, r]
 
     S = randn(q_rows, k_rows)
-    S[3], S[4] = NAN, INF
-    ends = np.arange(q_rows, dtype=np.int32) * (k_rows + 3) // q_rows - 1  # from no key to more than there are
     A = scattered(S)
-    run(kernel, A, of_rows(ends))
-    np.testing.assert_array_equal(gathered(A), np.where(np.arange(k_rows) < ends[:, None], S, -INF))
+    run(kernel, A)
+    rows, columns = row0 + np.arange(q_rows)[:, None], col0 + np.arange(k_rows)
+    counts = (columns < Lk) & ((columns <= rows) | (not is_causal))
+    assert counts.any() and not counts.all()
+    np.testing.assert_array_equal(A, scattered(np.where(counts, S, np.float32(-INF))))
+
+
+@pytest.mark.parametrize("scale", [0.125, -0.3, 0.0])
+def test_store_lse(run, scale):
+    store = mma_tile.store_lse(32)
+
+    @cuda.jit
+    def kernel(gLse, M, L, scales):
+        lane = cuda.threadIdx.x
+        m, l = cuda.local.array((2, 2), float32), cuda.local.array((2, 2), float32)
+        for i in range(2):
+            for h in range(2):
+                m[i, h], l[i, h] = M[lane, i, h], L[lane, i, h]
+        store(gLse, m, l, scales[0], 3, lane)
+
+    rows = (np.arange(32) // 4)[:, None, None] + 16 * np.arange(2)[:, None] + 8 * np.arange(2)
+    m, l = randn(32) * 20, 1 + np.abs(randn(32, seed=1))
+    lse = nans(30)
+    run(kernel, lse, m[rows], l[rows], np.array([scale], np.float32))
+    assert np.isnan(lse[:3]).all()
+    times = np.float64(np.float32(np.float32(scale) * LOG2E))
+    expected = m[:27] * (np.float64(np.float32(scale)) / times if scale else 0.0) + np.log(l[:27].astype(np.float64))
+    np.testing.assert_allclose(lse[3:], expected, rtol=0, atol=2.0**-23 * 16)
 
 
 def softmax_of(run, S, m, l, unit, peak):
