@@ -1,0 +1,258 @@
+"""Contract under test: inputs that know how halves lose digits. Every result is of class fp32; what halves would not
+serve is left to the rescue, and usual inputs of any size are not.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import numpy as np
+import pytest
+
+import numba_attn
+from numba_attn import sim, testing
+from numba_attn.kernel import Part
+from numba_attn.kernels.flash_split_half_sm80 import KERNEL
+from numba_attn.problem import Problem
+
+BIG, SMALL = np.float32(2.0**20), np.float32(2.0**-20)
+PLACES = {"first": 0, "middle": 0.5, "last": 1}
+
+
+def at(x: np.ndarray, place: float) -> tuple[int, int]:
+    """Row and column of a place of the last two dimensions."""
+    rows, columns = x.shape[-2:]
+    return round(place * (rows - 1)), round(place * (columns - 1))
+
+
+@dataclass(frozen=True)
+class Attack:
+    """Inputs by a change of N(0, 1) arrays q, k, v [B, H, rows, columns]."""
+
+    change: Callable
+    """In place; what it returns, if anything, takes the place of q, k and v."""
+    unsafe: str = "?"
+    """Blocks that are left to the rescue: `none`, `all`, `first` or `last`; `?` where either may serve."""
+    scale: float | None = None
+    heads: int = 1
+
+
+def outlier(operand: int, place: float):
+    def change(*arrays):
+        x = arrays[operand]
+        x[..., *at(x, place)] = BIG
+
+    return change
+
+
+def last_column(big: int, zero: int | None):
+    def change(*arrays):
+        arrays[big][..., -1] *= BIG
+        if zero is not None:
+            arrays[zero][..., -1] = 0
+
+    return change
+
+
+def rows_of_all_sizes(*operands: int):
+    def change(*arrays):
+        for i in operands:
+            n = arrays[i].shape[-2]
+            sizes = 2.0 ** np.linspace(-20, 20, n)
+            arrays[i][...] *= np.random.default_rng(i).permutation(sizes).astype(np.float32)[:, None]
+
+    return change
+
+
+def times(q_factor, k_factor=None, v_factor=None):
+    def change(q, k, v):
+        q *= np.float32(q_factor)
+        k *= np.float32(q_factor if k_factor is None else k_factor)
+        v *= np.float32(q_factor if v_factor is None else v_factor)
+
+    return change
+
+
+def heads_apart(factor):
+    def change(q, k, v):
+        for x in (q, k, v):
+            x[:, 0] *= np.float32(factor)
+
+    return change
+
+
+def balanced_column(q, k, v):
+    q[..., 3] *= BIG
+    k[..., 3] *= SMALL
+
+
+def equal_rows(q, k, v):
+    for x in (q, k, v):
+        x[...] = x[..., :1, :]
+
+
+def poison(value, *operands: int, key: float):
+    def change(*arrays):
+        for i in operands:
+            x = arrays[i]
+            x[..., *at(x, key)] = value
+
+    return change
+
+
+def zero(*operands: int):
+    def change(*arrays):
+        for i in operands:
+            arrays[i][...] = 0
+
+    return change
+
+
+def one_element_a_row(*operands: int, size: float = 1):
+    def change(*arrays):
+        for i in operands:
+            x, columns = arrays[i], arrays[i].shape[-1]
+            keep = np.arange(columns) == (7 * np.arange(x.shape[-2]) % columns)[:, None]
+            x[...] = np.where(keep, np.float32(size) * x, 0)
+
+    return change
+
+
+def small_rows_of_v(factor: float):
+    def change(q, k, v):
+        v[..., ::3, :] *= np.float32(factor)
+
+    return change
+
+
+def denormals(q, k, v):
+    return 4e-39 * q, np.float32(1e38) * np.clip(k, -2, 2), 1e-39 * v
+
+
+ATTACKS = {
+    "normal": Attack(lambda q, k, v: None, "none"),
+    "times 1e-3": Attack(times(1e-3), "none"),
+    "times 1e3": Attack(times(1e3), "none"),
+    "times 1e-36": Attack(times(1e-36), "none"),
+    "times 1e-18": Attack(times(1e-18), "none"),
+    "times 1e12": Attack(times(1e12), "none"),
+    "Q times 2^-100, K times 2^100": Attack(times(2.0**-100, 2.0**100, 1), "none"),
+    "Q times 2^100, K times 2^-100": Attack(times(2.0**100, 2.0**-100, 2.0**100), "none"),
+    "V near the largest": Attack(lambda q, k, v: (q, k, np.float32(3e38) * np.sign(v)), "none"),
+    "all near the largest": Attack(lambda q, k, v: tuple(np.float32(3e38) * np.sign(x) for x in (q, k, v)), "all"),
+    "V denormal": Attack(times(1, 1, 1e-41), "?"),
+    "denormals": Attack(denormals, "?"),
+    "V at the smallest": Attack(lambda q, k, v: (q, k, np.float32(1e-45) * np.sign(v)), "none"),
+    "heads 2^20 apart": Attack(heads_apart(BIG), "none", heads=2),
+    "heads 2^-20 apart": Attack(heads_apart(SMALL), "none", heads=2),
+    "a head 2^-30 of the others": Attack(heads_apart(2.0**-30), "none", heads=2),
+    **{
+        f"outlier in {'QKV'[i]}, {name}": Attack(outlier(i, place), unsafe)
+        for i in range(3)
+        for name, place in PLACES.items()
+        for unsafe in [{"first": "first", "middle": "first", "last": "last"}[name] if i == 0 else "all"]
+    },
+    "last column of Q, K zero there": Attack(last_column(0, 1), "all"),
+    "last column of K, Q zero there": Attack(last_column(1, 0), "all"),
+    "last column of V": Attack(last_column(2, None), "?"),
+    "rows of Q of all sizes": Attack(rows_of_all_sizes(0), "?"),
+    "rows of K of all sizes": Attack(rows_of_all_sizes(1), "all"),
+    "rows of V of all sizes": Attack(rows_of_all_sizes(2), "all"),
+    "rows of all sizes": Attack(rows_of_all_sizes(0, 1, 2), "all"),
+    "balanced column": Attack(balanced_column, "all"),
+    "equal rows": Attack(equal_rows, "?"),
+    "all equal": Attack(lambda q, k, v: tuple(np.full_like(x, -1.1) for x in (q, k, v)), "none"),
+    "sparse Q": Attack(one_element_a_row(0), "none"),
+    "sparse Q, large": Attack(one_element_a_row(0, size=2.0**14), "all"),
+    "sparse K, large": Attack(one_element_a_row(1, size=2.0**14), "all"),
+    "sparse": Attack(one_element_a_row(0, 1, 2), "?"),
+    "every third row of V small": Attack(small_rows_of_v(2.0**-15), "all"),
+    "zero Q": Attack(zero(0), "none"),
+    "zero K": Attack(zero(1), "none"),
+    "zero V": Attack(zero(2), "none"),
+    "zeros": Attack(zero(0, 1, 2), "none"),
+    "scale 0": Attack(lambda q, k, v: None, "none", scale=0.0),
+    "scale -0.3": Attack(lambda q, k, v: None, "none", scale=-0.3),
+    "scale 1e30": Attack(lambda q, k, v: None, "?", scale=1e30),
+    "scale 1e-45": Attack(lambda q, k, v: None, "none", scale=1e-45),
+    "NaN in a key": Attack(poison(np.nan, 1, key=0.5), "all"),
+    "NaN in the last key": Attack(poison(np.nan, 1, 2, key=1), "all"),
+    "Inf in the last key": Attack(poison(np.inf, 1, 2, key=1), "all"),
+    "-Inf in a value": Attack(poison(-np.inf, 2, key=0.5), "all"),
+    "Inf in a query": Attack(poison(np.inf, 0, key=0.5), "first"),
+    "NaN in the last query": Attack(poison(np.nan, 0, key=1), "last"),
+}
+
+
+@functools.cache
+def inputs(name: str, B: int, H: int, Lq: int, Lk: int, D: int, Dv: int):
+    rng = np.random.default_rng(0)
+    shapes = (B, H, Lq, D), (B, H, Lk, D), (B, H, Lk, Dv)
+    arrays = tuple(rng.standard_normal(shape, dtype=np.float32) for shape in shapes)
+    changed = ATTACKS[name].change(*arrays)
+    return tuple(x.astype(np.float32) for x in changed or arrays)
+
+
+@functools.cache
+def expected(name: str, *sizes: int, causal: bool) -> testing.Expected:
+    return testing.Expected(*inputs(name, *sizes), causal=causal, scale=ATTACKS[name].scale)
+
+
+def simulated(q, k, v, causal: bool, scale: float | None):
+    """O, lse and which blocks were left to the rescue: the kernel's launches, by hand."""
+    B, H, Lq, D = q.shape
+    problem = Problem(B, H, H, Lq, k.shape[2], D, v.shape[3], is_causal=causal)
+    config = KERNEL.small_config(problem)
+    arrays = {"Q": q, "K": k, "V": v, "O": np.full((B, H, Lq, v.shape[3]), np.nan, np.float32)}
+    arrays["lse"] = np.full((B, H, Lq), np.nan, np.float32)
+    for name, space in KERNEL.workspace(problem, config).items():
+        arrays[name] = np.full(space.shape, -1).astype(space.dtype)
+    arrays["scale"] = np.float32(D**-0.5 if scale is None else scale)
+    for launch in KERNEL.launches(problem, config):
+        assert not any(isinstance(arg, Part) for arg in launch.args)
+        arguments = [arrays[name] for name in launch.args]
+        sim.launch(launch.build(launch.config), launch.grid, launch.threads, arguments, launch.smem_bytes)
+    return arrays["O"], arrays["lse"], arrays["unsafe"]
+
+
+UNSAFE = {
+    "none": lambda blocks: not blocks.any(),
+    "all": lambda blocks: blocks.all(),
+    "first": lambda blocks: blocks[:, 0].all() and not blocks[:, 1:].any(),
+    "last": lambda blocks: blocks[:, -1].all() and not blocks[:, :-1].any(),
+    "?": lambda blocks: True,
+}
+
+
+CAUSAL = [
+    name for name in ATTACKS if name.startswith(("normal", "outlier", "rows", "NaN", "Inf", "-Inf", "heads", "last"))
+]
+"""Where it matters which keys a row attends: a record is of all rows of a tile."""
+
+calls = [pytest.param(name, False, id=name) for name in ATTACKS]
+calls += [pytest.param(name, True, id=f"{name}, causal") for name in CAUSAL]
+
+
+@pytest.mark.parametrize(("name", "causal"), calls)
+def test_simulator(name, causal):
+    attack = ATTACKS[name]
+    sizes = (1, attack.heads, 33 if attack.heads == 1 else 3, 37, 40, 36)
+    o, lse, unsafe = simulated(*inputs(name, *sizes), causal, attack.scale)
+    assert np.isin(unsafe, (0, 1)).all()
+    assert UNSAFE[attack.unsafe](unsafe), unsafe
+    expected(name, *sizes, causal=causal).check(o, lse)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize(("D", "causal"), [(64, True), (100, False), (128, False)])
+@pytest.mark.parametrize("name", ATTACKS)
+def test_gpu(name, D, causal):
+    import torch
+
+    sizes = (1, 2, 260, 530, D, D)
+    tensors = [torch.from_numpy(x).cuda() for x in inputs(name, *sizes)]
+    options = {"causal": causal, "scale": ATTACKS[name].scale}
+    o, lse = numba_attn.attention(*tensors, **options, return_lse=True, kernel=KERNEL)
+    expected(name, *sizes, causal=causal).check(o.cpu().numpy(), lse.cpu().numpy())
