@@ -244,9 +244,12 @@ def test_a_readme_without_markers(checkout, call):
 
 
 def complete(saved: dict) -> None:
-    """Entries of the kernels in between, if there are any."""
+    """Entries of the kernels in between, if there are any, at the headline problem or else the small one."""
     there = {benchmark["extra_info"]["kernel"] for benchmark in saved["benchmarks"]}
-    saved["benchmarks"] += [entry(PROBLEMS[0], name, 100.0) for name in NAMES if name not in there]
+    for kernel in KERNELS:
+        serves = kernel.supports(PROBLEMS[0].problem, H200) is None
+        if kernel.name not in there:
+            saved["benchmarks"].append(entry(PROBLEMS[0] if serves else SMALL, kernel.name, 100.0))
 
 
 def test_nothing_to_report(saved, checkout, call):
@@ -283,6 +286,12 @@ def test_older_code_a_missed_bar_and_another_readme(saved, checkout, call):
     assert text.endswith("-->\n\nThe rest.\n")
     call("--write")
     assert (checkout / "README.md").read_text() == text
+
+
+def test_a_kernel_that_cannot_serve_the_headline(saved):
+    refuses = replace(KERNELS[0], name="narrow", supports=lambda problem, device: "too wide")
+    rows = tables.block(Results(saved), [*KERNELS, refuses]).splitlines()
+    assert "| `narrow` | does not serve it |  |  |  |" in rows
 
 
 def test_a_kernel_without_results(saved, checkout, call):
