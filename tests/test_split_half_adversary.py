@@ -245,6 +245,18 @@ def test_simulator(name, causal):
     expected(name, *sizes, causal=causal).check(o, lse)
 
 
+def test_rescue_without_lse():
+    q, k, v = inputs("NaN in a key", 1, 1, 5, 9, 8, 8)
+    o = sim.attention(q, k, v, causal=True, kernel=KERNEL)
+    testing.assert_accurate(o, None, q, k, v, causal=True)
+
+
+def test_rescue_without_keys():
+    q, k, v = inputs("Inf in a query", 1, 1, 5, 9, 8, 8)
+    o, lse = sim.attention(q, k[:, :, :0], v[:, :, :0], return_lse=True, kernel=KERNEL)
+    assert np.all(o == 0) and np.all(lse == -np.inf)
+
+
 @pytest.mark.gpu
 @pytest.mark.parametrize(("D", "causal"), [(64, True), (100, False), (128, False)])
 @pytest.mark.parametrize("name", ATTACKS)
