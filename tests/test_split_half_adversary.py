@@ -14,7 +14,7 @@ import pytest
 import numba_attn
 from numba_attn import sim, testing
 from numba_attn.kernel import Part
-from numba_attn.kernels.flash_split_half_sm80 import KERNEL
+from numba_attn.kernels.flash_split_half_sm80 import KERNEL, Config
 from numba_attn.problem import Problem
 
 BIG, SMALL = np.float32(2.0**20), np.float32(2.0**-20)
@@ -131,6 +131,21 @@ def denormals(q, k, v):
     return 4e-39 * q, np.float32(1e38) * np.clip(k, -2, 2), 1e-39 * v
 
 
+def aligned_key(q, k, v):
+    k[..., 5, :] = 40 * q[..., 9, :] / np.linalg.norm(q[..., 9, :])
+
+
+def of_one_sign(q, k, v):
+    return np.abs(q), 4 * np.abs(k), v
+
+
+def nearly_cancelling(q, k, v):
+    q[..., -1], k[..., -1] = q[..., 0] * np.float32(1.001), -k[..., 0] * np.float32(0.999)
+    for column in (0, -1):
+        q[..., column] *= 2**5
+        k[..., column] *= 2**3
+
+
 ATTACKS = {
     "normal": Attack(lambda q, k, v: None, "none"),
     "times 1e-3": Attack(times(1e-3), "none"),
@@ -169,6 +184,11 @@ ATTACKS = {
     "sparse K, large": Attack(one_element_a_row(1, size=2.0**14), "all"),
     "sparse": Attack(one_element_a_row(0, 1, 2), "?"),
     "every third row of V small": Attack(small_rows_of_v(2.0**-15), "all"),
+    "one element a row of V": Attack(one_element_a_row(2), "?"),
+    "every third row of V a little smaller": Attack(small_rows_of_v(2.0**-9), "none"),
+    "a key along a query": Attack(aligned_key, "none"),
+    "scores of one sign": Attack(of_one_sign, "none"),
+    "large columns that nearly cancel": Attack(nearly_cancelling, "first"),
     "zero Q": Attack(zero(0), "none"),
     "zero K": Attack(zero(1), "none"),
     "zero V": Attack(zero(2), "none"),
@@ -200,11 +220,11 @@ def expected(name: str, *sizes: int, causal: bool) -> testing.Expected:
     return testing.Expected(*inputs(name, *sizes), causal=causal, scale=ATTACKS[name].scale)
 
 
-def simulated(q, k, v, causal: bool, scale: float | None):
+def simulated(q, k, v, causal: bool, scale: float | None, config=None):
     """O, lse and which blocks were left to the rescue: the kernel's launches, by hand."""
     B, H, Lq, D = q.shape
     problem = Problem(B, H, H, Lq, k.shape[2], D, v.shape[3], is_causal=causal)
-    config = KERNEL.small_config(problem)
+    config = config or KERNEL.small_config(problem)
     arrays = {"Q": q, "K": k, "V": v, "O": np.full((B, H, Lq, v.shape[3]), np.nan, np.float32)}
     arrays["lse"] = np.full((B, H, Lq), np.nan, np.float32)
     for name, space in KERNEL.workspace(problem, config).items():
@@ -243,6 +263,14 @@ def test_simulator(name, causal):
     assert np.isin(unsafe, (0, 1)).all()
     assert UNSAFE[attack.unsafe](unsafe), unsafe
     expected(name, *sizes, causal=causal).check(o, lse)
+
+
+@pytest.mark.parametrize("name", ["normal", "times 1e-3", "times 1e3", "times 1e12"])
+def test_scaled_inputs_are_safe_in_blocks_of_several_tiles(name):
+    q, k, v = inputs(name, 1, 1, 120, 70, 32, 8)
+    config = Config(32, warps=4, q_rows=32, k_rows=32, slots=4, products=4)
+    _, _, unsafe = simulated(q, k, v, False, None, config)
+    assert unsafe.size == 1 and not unsafe.any()
 
 
 def test_rescue_without_lse():

@@ -13,8 +13,8 @@ Halves are as good as fp32 where no sum is made of numbers that lost digits alon
 decides that (`AMAX` ..), and `is_safe` holds for a block of rows of Q against all keys if
 
   - every number is finite;
-  - D max|Q| max|K| <= 2^15, Q being scaled: 2^-39 of that is less than a rounding of the score's exponential; or else
-    most elements of each row of Q and K reach 2^-4 and 2^-6 of the largest one, so that some large ones meet in each
+  - D max|Q| max|K| <= 2^11, Q being scaled: what is lost of that is less than a rounding of the score's exponential;
+    or else most elements of each row of Q and K reach 2^-6 of the largest one, so that many large ones meet in each
     score, and its rounding errors in fp32 are larger than what was lost;
   - no row of V but zero rows is smaller than 2^-12 of the largest: P is split together with its tile's scale.
 
@@ -48,8 +48,8 @@ rows; 2^-e."""
 RECORD = 4
 DENSE = np.float32(2.0**-4)
 """Of a tile's largest magnitude: what more than half of a row must reach for LEVEL to be that."""
-Q_LEVEL, K_LEVEL, V_SPREAD = np.float32(2.0**-4), np.float32(2.0**-6), np.float32(2.0**-12)
-MAX_SCORE = np.float32(2.0**15)
+Q_LEVEL, K_LEVEL, V_SPREAD = np.float32(2.0**-6), np.float32(2.0**-6), np.float32(2.0**-12)
+MAX_SCORE = np.float32(2.0**11)
 INF = np.float32(np.inf)
 LEAST_RATIO = np.float32(2.0**-100)
 """Of the scales of V's tiles: one that is smaller holds zeros alone, where a block is safe."""

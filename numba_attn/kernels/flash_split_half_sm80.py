@@ -68,7 +68,7 @@ class Config:
     k_rows: int
     slots: int
     min_blocks: int = 1
-    s_chain: int = 4
+    s_chain: int = 2
     """Steps of 16 columns after which a sum of S moves on to fp32."""
     o_chain: int = 2
     """Steps of 16 keys, of O."""
