@@ -12,7 +12,7 @@ from math import prod
 
 from numba_attn.device.math import cdiv
 from numba_attn.device.rescue_kernel import RescueConfig, build_rescue
-from numba_attn.device.split_half import RECORD, image_words
+from numba_attn.device.split_half import RECORD, image_words, padded
 from numba_attn.device.split_kernel import SplitConfig, build_split
 from numba_attn.kernel import Launch, Part, Workspace
 from numba_attn.problem import ITEM_BYTES, Problem
@@ -49,8 +49,8 @@ class ImageBatches:
         scale.
         """
         problem, steps = self.problem, []
-        split = SplitConfig(self.rows, self.columns, 4 if problem.vector == 4 else 1)
-        rescue = RescueConfig(self.block_m, problem.is_causal)
+        split = SplitConfig(self.rows, padded(self.columns), 4 if problem.vector == 4 else 1)
+        rescue = RescueConfig(problem.is_causal)
         for heads, part in self._batches():
             space = self._of_heads(heads)
             images = tuple(part(name) for name in space if name != "unsafe")
@@ -62,7 +62,7 @@ class ImageBatches:
                     build_split, split, (Q, K, V, *images, "scale"), tiles, split.threads, min_blocks=split.min_blocks
                 ),
                 flash(blocks, (Q, K, *images, unsafe, O, lse, "scale")),
-                Launch(build_rescue, rescue, (Q, K, V, unsafe, O, lse, "scale"), blocks, rescue.threads),
+                Launch(build_rescue, rescue, (Q, K, V, unsafe, O, lse, "scale", self.block_m), blocks, rescue.threads),
             ]
         return tuple(steps)
 

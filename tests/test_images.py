@@ -192,11 +192,11 @@ class HostLauncher:
     def launch(self, stream) -> None:
         formats, arguments = "", []
         for kind in self.kinds:
-            code = packing(kind.ndim) if hasattr(kind, "ndim") else "f"
+            code = packing(kind.ndim) if hasattr(kind, "ndim") else {"int32": "i", "float32": "f"}[str(kind)]
             values = struct.unpack_from(code, self.buffer, struct.calcsize(f"{formats}0{code[0]}"))
             formats += code
-            if code == "f":
-                arguments.append(np.float32(values[0]))
+            if not hasattr(kind, "ndim"):
+                arguments.append(np.float32(values[0]) if code == "f" else values[0])
                 continue
             pointer, shape, strides = values[0], values[1 : 1 + kind.ndim], values[1 + kind.ndim :]
             start = np.frombuffer((ctypes.c_float * 1).from_address(pointer), str(kind.dtype))
@@ -231,14 +231,14 @@ def test_a_plan_points_at_its_parts(monkeypatch):
 def test_batches_change_no_bit_on_a_gpu(monkeypatch, is_causal):
     import torch
 
-    from numba_attn import attention, call
+    from numba_attn import attention, call, prepared
 
     case = testing.Case(3, 4, 200, 300, 100, 90)
     q, k, v = (torch.from_numpy(x).cuda() for x in with_an_outlier(case))
     expected = attention(q, k, v, causal=is_causal, return_lse=True, kernel=KERNEL)
     one = n_bytes(KERNEL.workspace(replace(case.problem, B=1, H=1, Hkv=1), KERNEL.config(case.problem, H200)))
     for heads in (11, 4, 3, 1):
-        monkeypatch.setattr(call, "_calls", call._Calls())
+        monkeypatch.setattr(call, "calls", prepared.Calls())
         monkeypatch.setattr(images, "MAX_WORKSPACE_BYTES", heads * one)
         o, lse = attention(q, k, v, causal=is_causal, return_lse=True, kernel=KERNEL)
         assert o.equal(expected[0]) and lse.equal(expected[1]), heads

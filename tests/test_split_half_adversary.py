@@ -232,7 +232,7 @@ def simulated(q, k, v, causal: bool, scale: float | None, config=None):
     arrays["scale"] = np.float32(D**-0.5 if scale is None else scale)
     for launch in KERNEL.launches(problem, config):
         assert not any(isinstance(arg, Part) for arg in launch.args)
-        arguments = [arrays[name] for name in launch.args]
+        arguments = [arg if isinstance(arg, int) else arrays[arg] for arg in launch.args]
         sim.launch(launch.build(launch.config), launch.grid, launch.threads, arguments, launch.smem_bytes)
     return arrays["O"], arrays["lse"], arrays["unsafe"]
 

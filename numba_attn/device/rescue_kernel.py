@@ -7,12 +7,13 @@ are never read, so a NaN or Inf stays where it is. Blocks with nothing to do ret
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 
 from numba import cuda, float32
 
 from numba_attn.device.mask import Mask
-from numba_attn.device.softmax import NEG_INF, ZERO, exp, finite_max, log_sum_exp, reciprocal, warp_sum
+from numba_attn.device.softmax import NEG_INF, ZERO, finite_max, log_sum_exp, warp_sum
 from numba_attn.device.tile import WARP
 
 FEW_KEYS = 32
@@ -20,7 +21,6 @@ FEW_KEYS = 32
 
 @dataclass(frozen=True)
 class RescueConfig:
-    block_m: int
     is_causal: bool
     columns: int = 256
     """The widest row: what is rare needs no machine code for each width."""
@@ -28,17 +28,17 @@ class RescueConfig:
 
 
 def build_rescue(config: RescueConfig):
-    """`rescue(Q, K, V, unsafe, O, lse, scale)`: the blocks [head, m_block] where `unsafe` is not 0."""
-    BLOCK_M, REGISTERS, WARPS = config.block_m, config.columns // WARP, config.threads // WARP
+    """`rescue(Q, K, V, unsafe, O, lse, scale, block_m)`: the blocks [head, m_block] where `unsafe` is not 0."""
+    REGISTERS, WARPS = config.columns // WARP, config.threads // WARP
     IS_CAUSAL, end_of_row = config.is_causal, Mask(config.is_causal).end
 
     @cuda.jit
-    def rescue(Q, K, V, unsafe, O, lse, scale):
+    def rescue(Q, K, V, unsafe, O, lse, scale, block_m):
         # who am I: block -> batch, head, m_block; a warp takes every WARPS-th row of it
         H, Lq, D, Lk, Dv = Q.shape[1], Q.shape[2], Q.shape[3], K.shape[2], O.shape[3]
         m_blocks = unsafe.shape[1]
         head, m_block = cuda.blockIdx.x // m_blocks, cuda.blockIdx.x % m_blocks
-        row_end = min((m_block + 1) * BLOCK_M, Lq)
+        row_end = min((m_block + 1) * block_m, Lq)
         if unsafe[head, m_block] == 0:
             row_end = min(row_end, FEW_KEYS) if IS_CAUSAL else 0
         b, h = head // H, head % H
@@ -48,7 +48,7 @@ def build_rescue(config: RescueConfig):
         q = cuda.local.array(REGISTERS, float32)
         acc = cuda.local.array(REGISTERS, float32)
 
-        for row in range(m_block * BLOCK_M + warp, row_end, WARPS):
+        for row in range(m_block * block_m + warp, row_end, WARPS):
             # load Q, reset m, l, acc
             for i in range(REGISTERS):
                 d = lane + WARP * i
@@ -65,18 +65,17 @@ def build_rescue(config: RescueConfig):
                 s = warp_sum(s) * scale
                 m_new = max(m, s)
                 base = finite_max(m_new)
-                alpha, p = exp(m - base), exp(s - base)
+                alpha, p = float32(math.exp(m - base)), float32(math.exp(s - base))
                 m, l = m_new, l * alpha + p
                 for i in range(REGISTERS):
                     d = lane + WARP * i
                     acc[i] = acc[i] * alpha + (p * gV[col, d] if d < Dv else ZERO)
 
             # finish: O = acc / l, lse = m + ln l
-            inverse = reciprocal(l, n_end > 0)
             for i in range(REGISTERS):
                 d = lane + WARP * i
                 if d < Dv:
-                    O[b, h, row, d] = acc[i] * inverse
+                    O[b, h, row, d] = acc[i] / l if n_end > 0 else ZERO
             if lane == 0 and row < lse.shape[2]:
                 lse[b, h, row] = log_sum_exp(m, l)
 
