@@ -66,20 +66,17 @@ class _Value:
         self.e = e
         self.ir = value
 
-    def _binary(self, other, floating: str, integer: str | None, swapped: bool = False):
+    def _binary(self, other, floating: str | None, integer: str | None):
         builder, a = self.e.builder, self.ir
         b = other.ir if isinstance(other, _Value) else a.type(other)
         name = floating if a.type == _F32 else integer
-        return _Value(self.e, getattr(builder, name)(*((b, a) if swapped else (a, b))))
+        return _Value(self.e, getattr(builder, name)(a, b))
 
     def __add__(self, other):
         return self._binary(other, "fadd", "add")
 
     def __sub__(self, other):
         return self._binary(other, "fsub", "sub")
-
-    def __rsub__(self, other):
-        return self._binary(other, "fsub", "sub", swapped=True)
 
     def __mul__(self, other):
         return self._binary(other, "fmul", "mul")

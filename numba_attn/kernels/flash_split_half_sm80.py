@@ -23,7 +23,7 @@ K_ROWS PADDED for each slot. Registers per lane: Q_ROWS COLUMNS / 32 for O, Q_RO
 Numerics. A number is off by 2^-23, a product by 2^-22 of it at most; sums are truncated within 16 S_CHAIN columns (S)
 or 16 O_CHAIN keys (O), and rounded to nearest beyond. Against float64, normwise: 5e-7 on normal inputs.
 
-Limits. Compute capability 8.0, head dims up to 256, images of at most 512 MB, a grid below 2^31 blocks.
+Limits. Compute capability 8.0, head dims up to 256, images of one head within 512 MB.
 
 Source. Split and sums: Ootomo and Yokota 2022. FlashAttention-2 (Dao 2023).
 """
