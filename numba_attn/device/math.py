@@ -10,7 +10,6 @@ from numba.cuda.extending import intrinsic
 from numba_attn.device.verb import twin_of
 
 LOG2E = np.float32(1.4426950408889634)
-LN2 = np.float32(0.6931471805599453)
 
 
 def cdiv(a: int, b: int) -> int:
