@@ -1,12 +1,13 @@
-"""What surrounds a kernel that multiplies halves: images of its operands, in batches of heads, and a rescue after it.
+"""What surrounds kernels that multiply halves: images of their operands, in batches, and a rescue after them.
 
-The images of one batch of heads take at most `MAX_WORKSPACE_BYTES`; batches follow each other on the stream, in the
-same memory. See `device.split_half` for images and records.
+The arrays of one batch take at most `MAX_WORKSPACE_BYTES`; batches follow each other on the stream, in the same memory.
+A batch is some heads, or some blocks of query rows of one head where the head is too large. See `device.split_half` for
+images and records.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Hashable, Iterator
 from dataclasses import dataclass
 from math import prod
 
@@ -21,86 +22,156 @@ MAX_WORKSPACE_BYTES = 512_000_000
 
 
 @dataclass(frozen=True)
+class Batch:
+    """What one round of launches does: `m_blocks` blocks of query rows, from `first_row` on, of each head."""
+
+    heads: int
+    m_blocks: int
+    first_row: int
+    keys_are_there: bool
+    """The images of K and V are those of the round before."""
+    part: Callable[[str], str | Part]
+    """From the name of an array to what this batch has of it."""
+
+    def parts(self, *names: str) -> tuple[str | Part, ...]:
+        return tuple(map(self.part, names))
+
+
+def no_more(heads: int, m_blocks: int) -> dict[str, Workspace]:
+    """Images, records and flags are all that is needed."""
+    return {}
+
+
+@dataclass(frozen=True)
 class ImageBatches:
-    """The images of one problem: tiles of `rows` rows and `columns` columns, blocks of `block_m` query rows."""
+    """The images of one problem: tiles of `rows` rows and `columns` columns, blocks of `block_m` query rows.
+
+    more: further arrays of a batch, from its heads and its blocks of query rows.
+    """
 
     problem: Problem
     rows: int
     columns: int
     block_m: int
+    block_n: int = 1
+    """Keys of a block: K and V have tiles for whole blocks."""
+    more: Callable[[int, int], dict[str, Workspace]] = no_more
 
     @property
     def workspace(self) -> dict[str, Workspace]:
-        """Images and records of Q, K and V, and what blocks were left to the rescue."""
-        return self._of_heads(self._batch_heads)
+        """Images and records of Q, K and V, what blocks were left to the rescue, and more."""
+        return self._of(*self._most)
 
     @property
     def refusal(self) -> str | None:
-        """Why the images of a single head are too large, or None."""
-        n_bytes = _bytes_of(self._of_heads(1))
+        """Why the images of a single block of rows are too large, or None."""
+        n_bytes = _bytes_of(self._of(1, 1))
         if n_bytes > MAX_WORKSPACE_BYTES:
             return f"needs {n_bytes} bytes of workspace for one head, {MAX_WORKSPACE_BYTES} are allowed"
         return None
 
-    def launches(self, flash: Callable[[int, tuple], Launch]) -> tuple[Launch, ...]:
-        """Split, flash and rescue of each batch of heads.
-
-        flash: the launch between, from a number of blocks and the arguments Q, K, images, records, unsafe, O, lse and
-        scale.
-        """
+    def launches(self, between: Callable[[Batch], tuple[Launch, ...]]) -> tuple[Launch, ...]:
+        """Per batch: split, the launches between, rescue."""
         problem, steps = self.problem, []
         split = SplitConfig(self.rows, padded(self.columns), 4 if problem.vector == 4 else 1)
-        rescue = RescueConfig(problem.is_causal)
-        for heads, part in self._batches():
-            space = self._of_heads(heads)
-            images = tuple(part(name) for name in space if name != "unsafe")
-            tiles = sum(prod(space[name].shape[:2]) for name in space if name.endswith("_record"))
-            blocks = prod(space["unsafe"].shape)
-            Q, K, V, O, lse, unsafe = map(part, ("Q", "K", "V", "O", "lse", "unsafe"))
+        rescue = RescueConfig.of(problem.is_causal, max(problem.D, problem.Dv))
+        for batch in self._batches():
+            space = self._of(batch.heads, batch.m_blocks)
+            tiles = sum(prod(space[name].shape[:2]) for name in (RECORDS[:1] if batch.keys_are_there else RECORDS))
+            blocks = batch.heads * batch.m_blocks
             steps += [
                 Launch(
-                    build_split, split, (Q, K, V, *images, "scale"), tiles, split.threads, min_blocks=split.min_blocks
+                    build_split,
+                    split,
+                    (*batch.parts("Q", "K", "V", *IMAGES, *RECORDS), "scale"),
+                    tiles,
+                    split.threads,
+                    min_blocks=split.min_blocks,
                 ),
-                flash(blocks, (Q, K, *images, unsafe, O, lse, "scale")),
-                Launch(build_rescue, rescue, (Q, K, V, unsafe, O, lse, "scale", self.block_m), blocks, rescue.threads),
+                *between(batch),
+                Launch(
+                    build_rescue,
+                    rescue,
+                    (*batch.parts("Q", "K", "V", "unsafe", "O", "lse"), "scale", self.block_m, batch.first_row),
+                    blocks,
+                    rescue.threads,
+                ),
             ]
         return tuple(steps)
 
-    def _of_heads(self, heads: int) -> dict[str, Workspace]:
-        m_blocks = cdiv(self.problem.Lq, self.block_m)
-        tiles = {"Q": m_blocks * self.block_m // self.rows}
-        tiles["K"] = tiles["V"] = cdiv(self.problem.Lk, self.rows)
-        words = image_words(self.rows, self.columns)
-        images = {f"{name}_image": Workspace((heads, n * words), "uint32") for name, n in tiles.items()}
-        records = {f"{name}_record": Workspace((heads, n, RECORD)) for name, n in tiles.items()}
-        return {**images, **records, "unsafe": Workspace((heads, m_blocks), "int32")}
+    def launches_around(self, build: Callable, config: Hashable, **sizes) -> tuple[Launch, ...]:
+        """With one launch between, a block per block of query rows: a fused kernel."""
+
+        def between(batch: Batch) -> tuple[Launch, ...]:
+            args = (*batch.parts("Q", "K", *IMAGES, *RECORDS, "unsafe", "O", "lse"), "scale", batch.first_row)
+            return (Launch(build, config, args, batch.heads * batch.m_blocks, **sizes),)
+
+        return self.launches(between)
 
     @property
-    def _batch_heads(self) -> int:
-        """Heads of a batch: whole batch indices where one fits, else as many heads of one."""
-        B, H = self.problem.B, self.problem.H
-        fitting = max(1, MAX_WORKSPACE_BYTES // _bytes_of(self._of_heads(1)))
-        if fitting >= H:
-            # Batches of one size, so that the last is not a small one.
-            return cdiv(B, cdiv(B, fitting // H)) * H
-        return cdiv(H, cdiv(H, fitting))
+    def m_blocks(self) -> int:
+        return cdiv(self.problem.Lq, self.block_m)
 
-    def _batches(self) -> Iterator[tuple[int, Callable]]:
-        """Per batch: its heads, and the function from an array's name to its part of the array."""
-        B, H, most = self.problem.B, self.problem.H, self._batch_heads
-        if most == B * H:
-            yield B * H, lambda name: name
+    def tiles(self, name: str, m_blocks: int) -> int:
+        """Tiles of an operand of one head."""
+        problem, slab = self.problem, padded(self.columns)
+        rows = m_blocks * self.block_m if name == "Q" else cdiv(problem.Lk, self.block_n) * self.block_n
+        return cdiv(rows, self.rows) * cdiv(problem.Dv if name == "V" else problem.D, slab)
+
+    def _of(self, heads: int, m_blocks: int) -> dict[str, Workspace]:
+        words = image_words(self.rows, self.columns)
+        tiles = [self.tiles(name, m_blocks) for name in "QKV"]
+        images = {name: Workspace((heads, n * words), "uint32") for name, n in zip(IMAGES, tiles, strict=True)}
+        records = {name: Workspace((heads, n, RECORD)) for name, n in zip(RECORDS, tiles, strict=True)}
+        unsafe = Workspace((heads, m_blocks), "int32")
+        return {**images, **records, "unsafe": unsafe, **self.more(heads, m_blocks)}
+
+    @property
+    def _most(self) -> tuple[int, int]:
+        """Heads and blocks of query rows of the largest batch."""
+        B, H, m_blocks = self.problem.B, self.problem.H, self.m_blocks
+        fitting = MAX_WORKSPACE_BYTES // _bytes_of(self._of(1, m_blocks))
+        if not fitting:
+            keys, block = _bytes_of(self._of(1, 0)), _bytes_of(self._of(1, 1))
+            most = max(1, (MAX_WORKSPACE_BYTES - keys) // (block - keys))
+            return 1, cdiv(m_blocks, cdiv(m_blocks, most))
+        # Batches of one size, so that the last is not a small one: whole batch indices, or else heads of one of them.
+        if fitting >= H:
+            return cdiv(B, cdiv(B, fitting // H)) * H, m_blocks
+        return cdiv(H, cdiv(H, fitting)), m_blocks
+
+    def _batches(self) -> Iterator[Batch]:
+        B, H, most = self.problem.B, self.problem.H, self._most
+        if most == (B * H, self.m_blocks):
+            yield Batch(*most, 0, False, lambda name: name)
             return
-        of_b, of_h = max(1, most // H), min(most, H)
+        of_b, of_h = max(1, most[0] // H), min(most[0], H)
         for b in range(0, B, of_b):
             for h in range(0, H, of_h):
-                index = slice(b, min(b + of_b, B)), slice(h, min(h + of_h, H))
-                heads = (index[0].stop - b) * (index[1].stop - h)
-                operands = {name: Part(name, index) for name in ("Q", "K", "V", "O", "lse")}
-                yield (
-                    heads,
-                    lambda name, heads=heads, operands=operands: operands.get(name, Part(name, (slice(heads),))),
-                )
+                for block in range(0, self.m_blocks, most[1]):
+                    heads = slice(b, min(b + of_b, B)), slice(h, min(h + of_h, H))
+                    yield self._batch(heads, slice(block, min(block + most[1], self.m_blocks)))
+
+    def _batch(self, index: tuple[slice, slice], blocks: slice) -> Batch:
+        heads, m_blocks = prod(i.stop - i.start for i in index), blocks.stop - blocks.start
+        rows = slice(blocks.start * self.block_m, min(blocks.stop * self.block_m, self.problem.Lq))
+        whole, space = self.workspace, self._of(heads, m_blocks)
+
+        def part(name: str) -> str | Part:
+            if name in ("K", "V") or (name in ("Q", "O", "lse") and m_blocks == self.m_blocks):
+                return Part(name, index)
+            if name in ("Q", "O", "lse"):
+                return Part(name, (*index, rows))
+            leading = [slice(n) for n in space[name].shape]
+            while len(leading) > 1 and whole[name].shape[len(leading) - 1] == leading[-1].stop:
+                leading.pop()
+            return Part(name, tuple(leading))
+
+        return Batch(heads, m_blocks, rows.start, blocks.start > 0, part)
+
+
+IMAGES = ("Q_image", "K_image", "V_image")
+RECORDS = ("Q_record", "K_record", "V_record")
 
 
 def _bytes_of(workspace: dict[str, Workspace]) -> int:

@@ -114,7 +114,7 @@ def test_the_largest_heads_that_are_served():
     longest = Problem(1, 1, 1, 10**5, 10**5, 256, 256)
     assert KERNEL.supports(longest, H200) is None
     assert len(KERNEL.launches(replace(longest, B=3, H=5, Hkv=5), KERNEL.config(longest, H200))) == 3 * 15
-    assert "bytes of workspace for one head" in KERNEL.supports(replace(longest, Lk=2 * 10**5), H200)
+    assert "bytes of workspace for one head" in KERNEL.supports(replace(longest, Lk=3 * 10**5), H200)
 
 
 problems = st.builds(

@@ -17,30 +17,38 @@ from numba_attn.device.softmax import NEG_INF, ZERO, finite_max, log_sum_exp, wa
 from numba_attn.device.tile import WARP
 
 FEW_KEYS = 32
+WIDTHS = (256, 1024)
+"""Columns that a row is taken to have: what is rare needs no machine code for each width."""
 
 
 @dataclass(frozen=True)
 class RescueConfig:
     is_causal: bool
-    columns: int = 256
-    """The widest row: what is rare needs no machine code for each width."""
+    columns: int = WIDTHS[0]
     threads: int = 512
+
+    @classmethod
+    def of(cls, is_causal: bool, widest: int) -> RescueConfig:
+        return cls(is_causal, next((columns for columns in WIDTHS if columns >= widest), widest))
 
 
 def build_rescue(config: RescueConfig):
-    """`rescue(Q, K, V, unsafe, O, lse, scale, block_m)`: the blocks [head, m_block] where `unsafe` is not 0."""
+    """`rescue(Q, K, V, unsafe, O, lse, scale, block_m, first_row)`: blocks [head, m_block] where `unsafe` is not 0.
+
+    Row 0 of Q is row `first_row` of the problem.
+    """
     REGISTERS, WARPS = config.columns // WARP, config.threads // WARP
     IS_CAUSAL, end_of_row = config.is_causal, Mask(config.is_causal).end
 
     @cuda.jit
-    def rescue(Q, K, V, unsafe, O, lse, scale, block_m):
+    def rescue(Q, K, V, unsafe, O, lse, scale, block_m, first_row):
         # who am I: block -> batch, head, m_block; a warp takes every WARPS-th row of it
         H, Lq, D, Lk, Dv = Q.shape[1], Q.shape[2], Q.shape[3], K.shape[2], O.shape[3]
         m_blocks = unsafe.shape[1]
         head, m_block = cuda.blockIdx.x // m_blocks, cuda.blockIdx.x % m_blocks
         row_end = min((m_block + 1) * block_m, Lq)
         if unsafe[head, m_block] == 0:
-            row_end = min(row_end, FEW_KEYS) if IS_CAUSAL else 0
+            row_end = min(row_end, FEW_KEYS - first_row) if IS_CAUSAL else 0
         b, h = head // H, head % H
         tid = cuda.threadIdx.x
         warp, lane = tid >> 5, tid & 31
@@ -55,7 +63,7 @@ def build_rescue(config: RescueConfig):
                 q[i] = gQ[row, d] if d < D else ZERO
                 acc[i] = ZERO
             m, l = NEG_INF, ZERO
-            n_end = end_of_row(row, Lk)
+            n_end = end_of_row(first_row + row, Lk)
 
             for col in range(n_end):
                 s = ZERO

@@ -9,13 +9,15 @@ from numba.cuda import types
 from numba.cuda.extending import intrinsic
 
 from numba_attn.device.math import LOG2E
-from numba_attn.device.ptx import emit_ex2, emit_max, emit_shfl_bfly, emit_shfl_idx
+from numba_attn.device.ptx import emit_ex2, emit_ex2_ftz, emit_max, emit_shfl_bfly, emit_shfl_idx
 from numba_attn.device.verb import twin_of, verb
 
 NEG_INF = np.float32(-np.inf)
 ZERO = np.float32(0)
 ONE = np.float32(1)
 ALL_LANES = 0xFFFFFFFF
+LEAST_EXPONENT = -126
+"""Of a number that is not denormal."""
 
 
 def _butterfly(combine):
@@ -104,6 +106,21 @@ def exp(typingctx, x):
 @twin_of(exp)
 def _exp(thread, x):
     return np.exp2(x * LOG2E)
+
+
+@intrinsic
+def exp2(typingctx, x):
+    """2^x within 2 ulp, 0 where that is below 2^-126."""
+
+    def codegen(context, builder, signature, args):
+        return emit_ex2_ftz(builder, args[0])
+
+    return types.float32(types.float32), codegen
+
+
+@twin_of(exp2)
+def _exp2(thread, x):
+    return ZERO if x < LEAST_EXPONENT else np.exp2(x)
 
 
 @verb

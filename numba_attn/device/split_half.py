@@ -2,8 +2,9 @@
 
     x 2^e = hi + lo     hi = fp16(x 2^e)     lo = fp16(x 2^e - hi)     a b = hi hi + hi lo + lo hi (+ lo lo, dropped)
 
-One exponent e serves a tile of rows: its largest number comes to lie in [2^14, 2^15). Then hi + lo is off by 2^-23 of
-x, or by 2^-39 of the tile's largest number where x is small; the dropped product is 2^-22 of a b at most.
+One exponent e serves a tile, some rows and up to 256 columns: its largest number comes to lie in [2^14, 2^15). Then
+hi + lo is off by 2^-23 of x, or by 2^-39 of the tile's largest number where x is small; the dropped product is 2^-22 of
+a b at most.
 
 The image of a tile, in global and in shared memory: first the plane of hi, then that of lo. A plane is a sequence of
 column blocks of 64 halves; in a block each row takes 128 bytes, in eight chunks of 16; chunk c of row r is at
@@ -144,18 +145,24 @@ def image_word(rows: int):
     return word
 
 
+def row_step(rows: int) -> int:
+    """Distance of the rows of one thread that splits a tile: four rows a thread, with chunks at the same place."""
+    return max(8, rows // 4)
+
+
 def write_image(rows: int, columns: int):
     """The verb `write(image, word, X, scale)`: both planes of a tile from X[i, 0..7], this thread's chunks.
 
-    X[i] is one chunk of row r + 8 i; `image` a 1-D tensor of words, two halves each, and `word` the place of X[0] in
-    it: the tile's first word plus `image_word(rows)(r, chunk)`.
+    X[i] is one chunk of row r + i row_step(rows); `image` a 1-D tensor of words, two halves each, and `word` the place
+    of X[0] in it: the tile's first word plus `image_word(rows)(r, chunk)`.
     """
+    step = row_step(rows)
 
     @unrolled
     def write(e, image, word, X, scale):
-        for i in range(rows // 8):
+        for i in range(rows // step):
             pairs = [split(e, X[i, c], X[i, c + 1], scale) for c in range(0, CHUNK, 2)]
-            at = word + i * (8 * ROW_BYTES // WORD_BYTES)
+            at = word + i * (step * ROW_BYTES // WORD_BYTES)
             e.store(image, (at,), [hi for hi, _ in pairs])
             e.store(image, (at + plane_bytes(rows, columns) // WORD_BYTES,), [lo for _, lo in pairs])
 

@@ -1,7 +1,8 @@
 """The launch that splits: tiles of Q, K and V become images of halves, each with its scale and record.
 
-One block per tile, whatever the operand; a thread has one chunk of eight columns in every eighth row, kept in registers
-while the tile's largest number is found, so that everything is read once and travels 16 bytes at a time.
+One block per tile, whatever the operand; a thread has one chunk of eight columns in four of its rows, kept in registers
+while the tile's largest number is found, so that everything is read once and travels 16 bytes at a time. Operands that
+are wider than a tile are cut into slabs of columns: the tiles of one row of tiles follow each other.
 """
 
 from __future__ import annotations
@@ -24,6 +25,7 @@ from numba_attn.device.split_half import (
     image_word,
     image_words,
     padded,
+    row_step,
     scales,
     write_image,
 )
@@ -40,7 +42,7 @@ class SplitConfig:
 
     @property
     def threads(self) -> int:
-        return 8 * padded(self.columns) // CHUNK
+        return row_step(self.rows) * padded(self.columns) // CHUNK
 
     @property
     def min_blocks(self) -> int:
@@ -49,9 +51,10 @@ class SplitConfig:
 
 def build_split(config: SplitConfig):
     """`split_halves(Q, K, V, Q_image, .., V_record, scale)`: Q is taken times scale log2(e)."""
-    ROWS, VECTOR, CHUNKS = config.rows, config.vector, padded(config.columns) // CHUNK
+    ROWS, VECTOR, COLUMNS, CHUNKS = config.rows, config.vector, config.columns, padded(config.columns) // CHUNK
     TILE_WORDS = image_words(ROWS, config.columns)
-    TURNS = ROWS // 8
+    STEP = row_step(ROWS)
+    TURNS = ROWS // STEP
     X_SHAPE = (TURNS, CHUNK)
     write = write_image(ROWS, config.columns)
     word = image_word(ROWS)
@@ -59,7 +62,7 @@ def build_split(config: SplitConfig):
 
     @cuda.jit
     def split_halves(Q, K, V, Q_image, K_image, V_image, Q_record, K_record, V_record, scale):
-        # who am I: block -> operand, batch, head, tile; thread -> one chunk of every eighth row
+        # who am I: block -> operand, batch, head, tile; thread -> one chunk of every STEP-th row
         q_tiles, k_tiles = Q_record.shape[1], K_record.shape[1]
         q_blocks, k_blocks = Q_record.shape[0] * q_tiles, K_record.shape[0] * k_tiles
         block, tiles, times = cuda.blockIdx.x, k_tiles, ONE
@@ -70,8 +73,12 @@ def build_split(config: SplitConfig):
             X, image, record, block = K, K_image, K_record, block - q_blocks
         else:
             X, image, record, block = V, V_image, V_record, block - q_blocks - k_blocks
+            tiles = V_record.shape[1]
         H, L, D = X.shape[1], X.shape[2], X.shape[3]
         head, tile = block // tiles, block % tiles
+        slabs = (D + COLUMNS - 1) // COLUMNS
+        row0, col0 = tile // slabs * ROWS, tile % slabs * COLUMNS
+        d_left = min(D - col0, COLUMNS)
         gX = X[head // H, head % H]
         tid = cuda.threadIdx.x
         chunk, row = tid % CHUNKS, tid // CHUNKS
@@ -84,12 +91,12 @@ def build_split(config: SplitConfig):
 
         # the tile; what lies outside of X is 0, read from a place inside
         for i in range(TURNS):
-            at = tile * ROWS + row + 8 * i
+            at = row0 + row + STEP * i
             for c in range(0, CHUNK, VECTOR):
                 col = CHUNK * chunk + c
-                load(x, (i, c), gX, (min(at, L - 1), min(col, D - VECTOR)))
+                load(x, (i, c), gX, (min(at, L - 1), min(col0 + col, D - VECTOR)))
                 for k in range(c, c + VECTOR):
-                    x[i, k] = x[i, k] if (at < L) & (col < D) else ZERO
+                    x[i, k] = x[i, k] if (at < L) & (col < d_left) else ZERO
         cuda.syncthreads()
 
         # the largest magnitude of each row and of all; bits of magnitudes are ordered as these are, NaN being the last
@@ -100,7 +107,7 @@ def build_split(config: SplitConfig):
             for distance in NEIGHBOURS:
                 peak = max(peak, cuda.shfl_xor_sync(ALL_LANES, peak, distance))
             if tid & 7 == 0:
-                cuda.atomic.max(peaks, row + 8 * i, peak)
+                cuda.atomic.max(peaks, row + STEP * i, peak)
         cuda.syncthreads()
         peak = int32(0)
         for r in range(ROWS):
@@ -119,14 +126,14 @@ def build_split(config: SplitConfig):
             for distance in NEIGHBOURS:
                 near += cuda.shfl_xor_sync(ALL_LANES, near, distance)
             if tid & 7 == 0:
-                cuda.atomic.add(counts, row + 8 * i, near)
+                cuda.atomic.add(counts, row + STEP * i, near)
         cuda.syncthreads()
         if tid == 0:
             level, row_min = DENSE * amax if peak > 0 else INF, INF
             for r in range(ROWS):
                 if peaks[r] > 0:
                     row_min = min(row_min, from_bits(peaks[r]))
-                    level = level if 2 * counts[r] > D else ZERO
+                    level = level if 2 * counts[r] > d_left else ZERO
             # A factor out of range is no scale: then fp32 has to do.
             finite = (amax < INF) & (abs(times) * up < INF)
             record[head, tile, AMAX] = amax * abs(times) if finite else INF

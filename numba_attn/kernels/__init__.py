@@ -6,6 +6,7 @@ from numba_attn.kernels import (
     flash_split_half_sm80,
     split_keys_fp32,
     unfused_fp32,
+    unfused_split_half_sm80,
     warp_streaming_fp32,
     warp_tile_fp32,
     warp_tile_multi_fp32,
@@ -15,6 +16,7 @@ from numba_attn.kernels import (
 KERNELS = (
     split_keys_fp32.KERNEL,
     flash_split_half_sm80.KERNEL,
+    unfused_split_half_sm80.KERNEL,
     flash_fp32.KERNEL,
     unfused_fp32.KERNEL,
     warp_tile_multi_fp32.KERNEL,

@@ -163,7 +163,7 @@ def workspace(problem: Problem, config: Config) -> dict[str, Workspace]:
 
 def launches(problem: Problem, config: Config) -> tuple[Launch, ...]:
     sizes = {"threads": config.threads, "smem_bytes": config.smem_bytes, "min_blocks": config.min_blocks}
-    return images(problem, config).launches(lambda blocks, args: Launch(build_flash, config, args, blocks, **sizes))
+    return images(problem, config).launches_around(build_flash, config, **sizes)
 
 
 def build_flash(config: Config):
@@ -177,8 +177,7 @@ def build_flash(config: Config):
     IS_CAUSAL, M_TILES = config.is_causal, Q_ROWS // 16
     S_SHAPE, O_SHAPE, ROW_SHAPE = (M_TILES, K_ROWS // 8, 4), (M_TILES, cdiv(COLUMNS, 16) * 2, 4), (M_TILES, 2)
     end_of_row = Mask(config.is_causal).end
-    copy_q = copy_image(Q_BYTES, config.threads)
-    copy_tile = copy_image(SLOT_BYTES, config.threads)
+    copy_q, copy_tile = copy_image(Q_BYTES, config.threads), copy_image(SLOT_BYTES, config.threads)
     wait_slot = cp_async_wait(AHEAD // 2 - 1 if PAIRED else AHEAD - 1)
     wait_all = cp_async_wait(0)
     start = mma_tile.start(Q_ROWS, COLUMNS)
@@ -191,7 +190,9 @@ def build_flash(config: Config):
     store_lse = mma_tile.store_lse(Q_ROWS)
 
     @cuda.jit
-    def flash_split_half(Q, K, Q_image, K_image, V_image, Q_record, K_record, V_record, unsafe, O, lse, scale):
+    def flash_split_half(
+        Q, K, Q_image, K_image, V_image, Q_record, K_record, V_record, unsafe, O, lse, scale, first_row
+    ):
         # who am I: block -> batch, head, m_block; a warp owns Q_ROWS query rows
         H, Lq, D, Lk = Q.shape[1], Q.shape[2], Q.shape[3], K.shape[2]
         m_blocks = unsafe.shape[1]
@@ -221,7 +222,7 @@ def build_flash(config: Config):
         # load Q and the first slots, K and V of each tile in turn; reset m, l, acc
         smem = shared_memory()
         ring = smem + Q_BYTES
-        n_end = end_of_row(min(m0 + BLOCK_M, Lq) - 1, Lk)
+        n_end = end_of_row(first_row + min(m0 + BLOCK_M, Lq) - 1, Lk)
         n_blocks = (n_end + K_ROWS - 1) // K_ROWS
         copy_q(smem, Q_image[head], m_block * BLOCK_WORDS, tid)
         for step in range(AHEAD):
@@ -237,7 +238,7 @@ def build_flash(config: Config):
         alpha = cuda.local.array(ROW_SHAPE, float32)
         start(acc, m, l)
         q_unscale = rQ[q_tile + own_row // K_ROWS, UNSCALE]
-        warp_end = end_of_row(min(row0 + Q_ROWS, Lq) - 1, Lk)
+        warp_end = end_of_row(first_row + min(row0 + Q_ROWS, Lq) - 1, Lk)
         q_at = smem + own_row // K_ROWS * Q_IMAGE_BYTES + own_row % K_ROWS * ROW_BYTES + lane_of_rows(lane)
         k_lane, v_lane = lane_of_chunks(lane), lane_of_rows(lane)
         v_scale, v_unscale = scales(bits(v_amax))
@@ -259,8 +260,8 @@ def build_flash(config: Config):
             cp_async_commit()
             if n0 < warp_end:
                 qk(S, q_at, ring + slot * SLOT_BYTES + k_lane)
-                if n0 + K_ROWS > end_of_row(row0, Lk):
-                    mask(S, row0, n0, Lk, lane)
+                if n0 + K_ROWS > end_of_row(first_row + row0, Lk):
+                    mask(S, first_row + row0, n0, Lk, lane)
                 softmax(S, m, l, alpha, unit, peak)
             slot, free = following(slot), following(free)
 

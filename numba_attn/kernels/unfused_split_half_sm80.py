@@ -1,0 +1,335 @@
+"""fp32 accuracy on tensor cores for wide heads: two products of halves by `mma.sync`, P in memory between.
+
+Tenth rung of the ladder. The ninth, flash_split_half_sm80, keeps O in registers, which wide rows do not fit. This one
+gives that up, and with it the order of keys: every block of S is on its own, and so is every block of O. Bound by
+tensor cores, and by the traffic of tiles from L2, 64 KB for each 128 x 128 x 64 products.
+
+Algorithm. Five launches, in base 2; g is a group of 64 keys:
+
+    split     tiles of Q, K and V become images of halves, with one exponent and a record of what was lost per tile.
+    scores    per block of rows and keys:   S = Q K^T     m_g = rowmax S     P = 2^(S - m_g)     l_g = rowsum P
+    weights   per row, over its groups:     m = max m_g   l = sum 2^(m_g - m) l_g   w_g = 2^(m_g - m) / l
+              and lse = m + ln l; and per block of rows whether halves lose digits (`is_safe`).
+    outputs   per block of rows and columns: O = sum w_g P V
+    rescue    blocks for which halves would lose digits, and rows with few keys, in plain fp32.
+
+Work split. One block per (head, BLOCK_M rows, BLOCK_N keys or columns), a warp 32 x 64 of it. Tiles of 64 x 64 of both
+operands come through a ring of SLOTS stages.
+
+Memory. Images take the bytes of Q, K and V again, columns padded to 64, that of P four bytes a score; batches of heads
+or of blocks of rows keep all below 512 MB. Shared: 16 KB a tile. Registers per lane: 64 for S or O.
+
+Numerics. As flash_split_half_sm80: each sum is truncated within 16 CHAIN terms, rounded to nearest beyond. P is split
+in units of its group's largest, so that its digits last whatever the row's largest is.
+
+Limits. Compute capability 8.0; K and V of one head within 512 MB; slower than the ninth for heads up to 256.
+
+Source. Split and sums: Ootomo and Yokota 2022. Partial softmax: Flash-Decoding (Dao et al. 2023).
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from itertools import product
+
+from numba import cuda, float32
+
+from numba_attn.device import mma_product, mma_tile
+from numba_attn.device.mask import Mask
+from numba_attn.device.math import bits, cdiv
+from numba_attn.device.mma_product import TILE, TILE_BYTES, TILE_WORDS
+from numba_attn.device.mma_tile import lane_of_chunks, lane_of_rows
+from numba_attn.device.ptx import cp_async_commit, cp_async_wait
+from numba_attn.device.smem import shared_memory
+from numba_attn.device.softmax import ONE
+from numba_attn.device.split_half import (
+    PEAK,
+    ROW_BYTES,
+    UNSCALE,
+    WORD_BYTES,
+    scales,
+    unit_of,
+)
+from numba_attn.device.tile import WARP
+from numba_attn.device.weights_kernel import WeightsConfig, build_weights
+from numba_attn.images import IMAGES, RECORDS, Batch, ImageBatches
+from numba_attn.kernel import Kernel, Launch, Workspace
+from numba_attn.problem import Device, Problem
+
+M_ROWS, N_COLUMNS = 32, TILE  # of a warp
+PATCH_SHAPE, ROW_SHAPE = (M_ROWS // 16, N_COLUMNS // 8, 4), (M_ROWS // 16, 2)
+
+
+@dataclass(frozen=True)
+class Config:
+    warps_m: int
+    warps_n: int
+    slots: int
+    chain: int = 2
+    """Steps of 16 terms after which a sum moves on to fp32."""
+    is_causal: bool = False
+
+    def __post_init__(self):
+        if self.block_m % TILE:
+            raise ValueError(f"{TILE} must divide {self.block_m=}")
+
+    @property
+    def threads(self) -> int:
+        return WARP * self.warps_m * self.warps_n
+
+    @property
+    def block_m(self) -> int:
+        return self.warps_m * M_ROWS
+
+    @property
+    def block_n(self) -> int:
+        return self.warps_n * N_COLUMNS
+
+    @property
+    def slot_bytes(self) -> int:
+        return (self.block_m + self.block_n) // TILE * TILE_BYTES
+
+    @property
+    def smem_bytes(self) -> int:
+        return self.slots * self.slot_bytes
+
+
+# The larger the block, the fewer bytes a product; the ones behind the first are for GPUs with less shared memory.
+TILES = (Config(4, 2, slots=3), Config(4, 2, slots=2), Config(4, 1, slots=2))
+LEAST_ROWS, LEAST_FLOP = 64, 1e9  # below which other kernels are faster
+FUSED_COLUMNS = 256
+
+
+def supports(problem: Problem, device: Device) -> str | None:
+    if device.cc < (8, 0):
+        return f"multiplies halves by mma.m16n8k16, from compute capability 8.0 on: {device.name} has {device.cc}"
+    chosen = config(problem, device)
+    if device.smem_per_block_bytes < chosen.smem_bytes:
+        return f"needs {chosen.smem_bytes} bytes of shared memory a block, {device.name} has less"
+    return images(problem, chosen).refusal
+
+
+def suits(problem: Problem, device: Device) -> str | None:
+    if max(problem.D, problem.Dv) <= FUSED_COLUMNS:
+        return f"head dims up to {FUSED_COLUMNS}: P need not go through memory"
+    if problem.Lq < LEAST_ROWS:
+        return f"fewer than {LEAST_ROWS} rows a head: most of a block would be empty"
+    if problem.flop < LEAST_FLOP:
+        return f"less than {LEAST_FLOP:.0e} operations: five launches take longer than they save"
+    return None
+
+
+def config(problem: Problem, device: Device) -> Config:
+    fitting = [tiles for tiles in TILES if tiles.smem_bytes <= device.smem_per_block_bytes]
+    return replace((fitting or TILES[-1:])[0], is_causal=problem.is_causal)
+
+
+def configs():
+    for tiles, is_causal in product(TILES, (False, True)):
+        yield replace(tiles, is_causal=is_causal)
+
+
+def small_config(problem: Problem) -> Config:
+    return Config(2, 1, slots=2, is_causal=problem.is_causal)
+
+
+def images(problem: Problem, config: Config) -> ImageBatches:
+    groups = cdiv(problem.Lk, config.block_n) * config.warps_n
+
+    def more(heads: int, m_blocks: int) -> dict[str, Workspace]:
+        rows = m_blocks * config.block_m
+        statistics = Workspace((heads, groups, rows))
+        return {
+            "P_image": Workspace((heads, rows // TILE * groups * TILE_WORDS), "uint32"),
+            "M": statistics,
+            "L": statistics,
+            "V_amax": Workspace((heads,)),
+        }
+
+    return ImageBatches(problem, TILE, TILE, config.block_m, config.block_n, more)
+
+
+def workspace(problem: Problem, config: Config) -> dict[str, Workspace]:
+    return images(problem, config).workspace
+
+
+def launches(problem: Problem, config: Config) -> tuple[Launch, ...]:
+    sizes = {"threads": config.threads, "smem_bytes": config.smem_bytes}
+    weights = WeightsConfig(config.block_m, TILE, config.is_causal)
+    n_blocks, d_blocks = cdiv(problem.Lk, config.block_n), cdiv(problem.Dv, config.block_n)
+
+    def between(batch: Batch) -> tuple[Launch, ...]:
+        blocks, row = batch.heads * batch.m_blocks, batch.first_row
+        Q_image, K_image, V_image = batch.parts(*IMAGES)
+        Q_record, K_record, V_record = records = batch.parts(*RECORDS)
+        Q, K, O, lse, P, M, L, V_amax, unsafe = batch.parts(
+            "Q", "K", "O", "lse", "P_image", "M", "L", "V_amax", "unsafe"
+        )
+        of_scores = (Q, K, Q_image, K_image, Q_record, K_record, P, M, L, unsafe, row)
+        of_weights = (Q, K, *records, M, L, V_amax, unsafe, lse, "scale", row)
+        of_outputs = (Q, K, P, V_image, V_record, M, V_amax, unsafe, O, row)
+        return (
+            Launch(build_scores, config, of_scores, max(1, blocks * n_blocks), **sizes),
+            Launch(build_weights, weights, of_weights, blocks, weights.rows),
+            Launch(build_outputs, config, of_outputs, blocks * d_blocks, **sizes),
+        )
+
+    return images(problem, config).launches(between)
+
+
+def build_scores(config: Config):
+    BLOCK_M, BLOCK_N, WARPS_N, SLOTS = config.block_m, config.block_n, config.warps_n, config.slots
+    SLOT_BYTES, M_TILES, N_TILES = config.slot_bytes, config.block_m // TILE, config.block_n // TILE
+    end_of_row = Mask(config.is_causal).end
+    copy = mma_product.copy_tiles(M_TILES, N_TILES, config.threads)
+    wait_slot, following = cp_async_wait(SLOTS - 2), mma_tile.ring(SLOTS)
+    start = mma_tile.start(M_ROWS, N_COLUMNS)
+    fill = mma_product.fill(M_ROWS)
+    multiply = mma_product.multiply(M_ROWS, N_COLUMNS, config.chain, transposed=False)
+    mask = mma_tile.masked(M_ROWS, N_COLUMNS, end_of_row)
+    softmax = mma_tile.softmax(M_ROWS, N_COLUMNS)
+    store_image = mma_product.store_image(M_ROWS, N_COLUMNS)
+    store_statistics = mma_product.store_statistics(M_ROWS)
+
+    @cuda.jit
+    def scores(Q, K, Q_image, K_image, Q_record, K_record, P_image, M, L, unsafe, first_row):
+        # who am I: block -> head, m_block, n_block; a warp owns M_ROWS rows and one group of keys
+        Lq, D, Lk = Q.shape[2], Q.shape[3], K.shape[2]
+        n_blocks, m_blocks = (Lk + BLOCK_N - 1) // BLOCK_N, unsafe.shape[1]
+        block, n_block = cuda.blockIdx.x // n_blocks, cuda.blockIdx.x % n_blocks
+        head, m_block = block // m_blocks, block % m_blocks
+        m0 = m_block * BLOCK_M
+        if n_block * BLOCK_N >= end_of_row(first_row + min(m0 + BLOCK_M, Lq) - 1, Lk):
+            return
+        tid = cuda.threadIdx.x
+        lane, warp = tid & 31, tid >> 5
+        own_row, own_column = warp // WARPS_N * M_ROWS, warp % WARPS_N
+        row0, group = m0 + own_row, n_block * N_TILES + own_column
+        slabs, groups = (D + TILE - 1) // TILE, M.shape[1]
+        rQ, rK, gQ, gK = Q_record[head], K_record[head], Q_image[head], K_image[head]
+        q_tile, k_tile = m_block * M_TILES * slabs, n_block * N_TILES * slabs
+        q_own, k_own = row0 // TILE * slabs, group * slabs
+        to_next = slabs * TILE_WORDS
+
+        # load the first tiles of Q and K; reset S
+        smem = shared_memory()
+        a = smem + own_row // TILE * TILE_BYTES + own_row % TILE * ROW_BYTES + lane_of_rows(lane)
+        b = smem + (M_TILES + own_column) * TILE_BYTES + lane_of_chunks(lane)
+        for slab in range(SLOTS - 1):
+            if slab < slabs:
+                q, k = (q_tile + slab) * TILE_WORDS, (k_tile + slab) * TILE_WORDS
+                copy(smem + slab * SLOT_BYTES, gQ, q, to_next, gK, k, to_next, tid)
+            cp_async_commit()
+        slot, free = 0, SLOTS - 1
+        S = cuda.local.array(PATCH_SHAPE, float32)  # then P
+        unit = cuda.local.array(ROW_SHAPE, float32)
+        m = cuda.local.array(ROW_SHAPE, float32)
+        l = cuda.local.array(ROW_SHAPE, float32)
+        alpha = cuda.local.array(ROW_SHAPE, float32)
+        start(S, m, l)
+
+        # S = Q K^T
+        for slab in range(slabs):
+            wait_slot()
+            # The tiles are visible to all, and all are done with the slot that is filled next.
+            cuda.syncthreads()
+            ahead = slab + SLOTS - 1
+            if ahead < slabs:
+                q, k = (q_tile + ahead) * TILE_WORDS, (k_tile + ahead) * TILE_WORDS
+                copy(smem + free * SLOT_BYTES, gQ, q, to_next, gK, k, to_next, tid)
+            cp_async_commit()
+            fill(unit, unit_of(rQ[q_own + slab, UNSCALE], rK[k_own + slab, UNSCALE]))
+            multiply(S, a + slot * SLOT_BYTES, b + slot * SLOT_BYTES, unit)
+            slot, free = following(slot), following(free)
+
+        # P = 2^(S - m)
+        col0 = group * TILE
+        if col0 + TILE > end_of_row(first_row + row0, Lk):
+            mask(S, first_row + row0, col0, Lk, lane)
+        softmax(S, m, l, alpha, ONE, PEAK)
+        word = (row0 // TILE * groups + group) * TILE_WORDS + own_row % TILE * (ROW_BYTES // WORD_BYTES)
+        store_image(P_image[head], word, S, lane)
+        store_statistics(M[head, group], L[head, group], m, l, row0, lane)
+
+    return scores
+
+
+def build_outputs(config: Config):
+    BLOCK_M, BLOCK_N, WARPS_N, SLOTS = config.block_m, config.block_n, config.warps_n, config.slots
+    SLOT_BYTES, M_TILES, N_TILES = config.slot_bytes, config.block_m // TILE, config.block_n // TILE
+    end_of_row = Mask(config.is_causal).end
+    copy = mma_product.copy_tiles(M_TILES, N_TILES, config.threads)
+    wait_slot, following = cp_async_wait(SLOTS - 2), mma_tile.ring(SLOTS)
+    start = mma_tile.start(M_ROWS, N_COLUMNS)
+    multiply = mma_product.multiply(M_ROWS, N_COLUMNS, config.chain, transposed=True)
+    load_factors = mma_product.load_factors(M_ROWS)
+    store = mma_product.store_outputs(M_ROWS, N_COLUMNS)
+
+    @cuda.jit
+    def outputs(Q, K, P_image, V_image, V_record, W, V_amax, unsafe, O, first_row):
+        # who am I: block -> head, m_block, d_block; a warp owns M_ROWS rows and N_COLUMNS columns
+        H, Lq, Lk, Dv = Q.shape[1], Q.shape[2], K.shape[2], O.shape[3]
+        d_blocks, m_blocks = (Dv + BLOCK_N - 1) // BLOCK_N, unsafe.shape[1]
+        block, d_block = cuda.blockIdx.x // d_blocks, cuda.blockIdx.x % d_blocks
+        head, m_block = block // m_blocks, block % m_blocks
+        if unsafe[head, m_block] != 0:
+            return
+        m0 = m_block * BLOCK_M
+        tid = cuda.threadIdx.x
+        lane, warp = tid & 31, tid >> 5
+        own_row, own_column = warp // WARPS_N * M_ROWS, warp % WARPS_N
+        row0, d_tile = m0 + own_row, d_block * N_TILES + own_column
+        slabs, groups = (Dv + TILE - 1) // TILE, W.shape[1]
+        n_end = (end_of_row(first_row + min(m0 + BLOCK_M, Lq) - 1, Lk) + TILE - 1) // TILE
+        gP, gV, rV, gW = P_image[head], V_image[head], V_record[head], W[head]
+        p_tile, v_tile = m_block * M_TILES * groups, d_block * N_TILES
+        # Behind the last columns of V the same ones again, for nobody.
+        to_next = TILE_WORDS if v_tile + 1 < slabs else 0
+        v_own = min(d_tile, slabs - 1)
+        v_scale, v_unscale = scales(bits(V_amax[head]))
+
+        # load the first tiles of P and V; reset acc
+        smem = shared_memory()
+        a = smem + own_row // TILE * TILE_BYTES + own_row % TILE * ROW_BYTES + lane_of_rows(lane)
+        b = smem + (M_TILES + own_column) * TILE_BYTES + lane_of_rows(lane)
+        for group in range(SLOTS - 1):
+            if group < n_end:
+                p, v = (p_tile + group) * TILE_WORDS, (group * slabs + v_tile) * TILE_WORDS
+                copy(smem + group * SLOT_BYTES, gP, p, groups * TILE_WORDS, gV, v, to_next, tid)
+            cp_async_commit()
+        slot, free = 0, SLOTS - 1
+        acc = cuda.local.array(PATCH_SHAPE, float32)
+        factor = cuda.local.array(ROW_SHAPE, float32)
+        start(acc, factor, factor)
+
+        # O = sum w P V
+        for group in range(n_end):
+            wait_slot()
+            # The tiles are visible to all, and all are done with the slot that is filled next.
+            cuda.syncthreads()
+            ahead = group + SLOTS - 1
+            if ahead < n_end:
+                p, v = (p_tile + ahead) * TILE_WORDS, (ahead * slabs + v_tile) * TILE_WORDS
+                copy(smem + free * SLOT_BYTES, gP, p, groups * TILE_WORDS, gV, v, to_next, tid)
+            cp_async_commit()
+            load_factors(factor, gW[group], rV[group * slabs + v_own, UNSCALE] * v_scale, row0, lane)
+            multiply(acc, a + slot * SLOT_BYTES, b + slot * SLOT_BYTES, factor)
+            slot, free = following(slot), following(free)
+
+        store(O[head // H, head % H], acc, v_unscale / PEAK, row0, d_tile * TILE, lane)
+
+    return outputs
+
+
+KERNEL = Kernel(
+    name="unfused_split_half_sm80",
+    summary="wide heads: two products of fp16 halves by mma.sync, P in memory between",
+    accuracy="fp32",
+    supports=supports,
+    suits=suits,
+    config=config,
+    configs=configs,
+    small_config=small_config,
+    launches=launches,
+    workspace=workspace,
+)
