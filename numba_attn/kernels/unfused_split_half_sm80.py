@@ -56,14 +56,15 @@ from numba_attn.images import IMAGES, RECORDS, Batch, ImageBatches
 from numba_attn.kernel import Kernel, Launch, Workspace
 from numba_attn.problem import Device, Problem
 
-M_ROWS, N_COLUMNS = 32, TILE  # of a warp
-PATCH_SHAPE, ROW_SHAPE = (M_ROWS // 16, N_COLUMNS // 8, 4), (M_ROWS // 16, 2)
+N_COLUMNS = TILE  # of a warp: one group of keys, or one tile of V
 
 
 @dataclass(frozen=True)
 class Config:
     warps_m: int
     warps_n: int
+    m_rows: int
+    """Of a warp."""
     slots: int
     chain: int = 2
     """Steps of 16 terms after which a sum moves on to fp32."""
@@ -79,11 +80,16 @@ class Config:
 
     @property
     def block_m(self) -> int:
-        return self.warps_m * M_ROWS
+        return self.warps_m * self.m_rows
 
     @property
     def block_n(self) -> int:
         return self.warps_n * N_COLUMNS
+
+    @property
+    def shapes(self) -> tuple:
+        """Of a warp's fragments and row statistics."""
+        return (self.m_rows // 16, N_COLUMNS // 8, 4), (self.m_rows // 16, 2)
 
     @property
     def slot_bytes(self) -> int:
@@ -95,7 +101,7 @@ class Config:
 
 
 # The larger the block, the fewer bytes a product; the ones behind the first are for GPUs with less shared memory.
-TILES = (Config(4, 2, slots=3), Config(4, 2, slots=2), Config(4, 1, slots=2))
+TILES = (Config(4, 2, 64, slots=2), Config(4, 2, 32, slots=2), Config(4, 1, 32, slots=2))
 LEAST_ROWS, LEAST_FLOP = 64, 1e9  # below which other kernels are faster
 FUSED_COLUMNS = 256
 
@@ -130,7 +136,7 @@ def configs():
 
 
 def small_config(problem: Problem) -> Config:
-    return Config(2, 1, slots=2, is_causal=problem.is_causal)
+    return Config(2, 1, 32, slots=2, is_causal=problem.is_causal)
 
 
 def images(problem: Problem, config: Config) -> ImageBatches:
@@ -180,6 +186,7 @@ def launches(problem: Problem, config: Config) -> tuple[Launch, ...]:
 def build_scores(config: Config):
     BLOCK_M, BLOCK_N, WARPS_N, SLOTS = config.block_m, config.block_n, config.warps_n, config.slots
     SLOT_BYTES, M_TILES, N_TILES = config.slot_bytes, config.block_m // TILE, config.block_n // TILE
+    M_ROWS, (PATCH_SHAPE, ROW_SHAPE) = config.m_rows, config.shapes
     end_of_row = Mask(config.is_causal).end
     copy = mma_product.copy_tiles(M_TILES, N_TILES, config.threads)
     wait_slot, following = cp_async_wait(SLOTS - 2), mma_tile.ring(SLOTS)
@@ -257,12 +264,13 @@ def build_scores(config: Config):
 def build_outputs(config: Config):
     BLOCK_M, BLOCK_N, WARPS_N, SLOTS = config.block_m, config.block_n, config.warps_n, config.slots
     SLOT_BYTES, M_TILES, N_TILES = config.slot_bytes, config.block_m // TILE, config.block_n // TILE
+    M_ROWS, (PATCH_SHAPE, ROW_SHAPE) = config.m_rows, config.shapes
     end_of_row = Mask(config.is_causal).end
     copy = mma_product.copy_tiles(M_TILES, N_TILES, config.threads)
     wait_slot, following = cp_async_wait(SLOTS - 2), mma_tile.ring(SLOTS)
     start = mma_tile.start(M_ROWS, N_COLUMNS)
     multiply = mma_product.multiply(M_ROWS, N_COLUMNS, config.chain, transposed=True)
-    load_factors = mma_product.load_factors(M_ROWS)
+    IS_CAUSAL, load_factors = config.is_causal, mma_product.load_factors(M_ROWS)
     store = mma_product.store_outputs(M_ROWS, N_COLUMNS)
 
     @cuda.jit
@@ -272,6 +280,10 @@ def build_outputs(config: Config):
         d_blocks, m_blocks = (Dv + BLOCK_N - 1) // BLOCK_N, unsafe.shape[1]
         block, d_block = cuda.blockIdx.x // d_blocks, cuda.blockIdx.x % d_blocks
         head, m_block = block // m_blocks, block % m_blocks
+        if IS_CAUSAL:
+            # The last rows have the most keys: start with those of all heads, so that no long block comes last.
+            heads = unsafe.shape[0]
+            head, m_block = block % heads, m_blocks - 1 - block // heads
         if unsafe[head, m_block] != 0:
             return
         m0 = m_block * BLOCK_M
