@@ -144,18 +144,18 @@ def image_word(rows: int):
     return word
 
 
-def write_image(rows: int, columns: int):
+def write_image(rows: int, columns: int, stride: int):
     """The verb `write(image, word, X, scale)`: both planes of a tile from X[i, 0..7], this thread's chunks.
 
-    X[i] is one chunk of row r + 8 i; `image` a 1-D tensor of words, two halves each, and `word` the place of X[0] in
+    X[i] is one chunk of row r + stride i, stride a multiple of 8; `image` a 1-D tensor of words, two halves each, and `word` the place of X[0] in
     it: the tile's first word plus `image_word(rows)(r, chunk)`.
     """
 
     @unrolled
     def write(e, image, word, X, scale):
-        for i in range(rows // 8):
+        for i in range(rows // stride):
             pairs = [split(e, X[i, c], X[i, c + 1], scale) for c in range(0, CHUNK, 2)]
-            at = word + i * (8 * ROW_BYTES // WORD_BYTES)
+            at = word + i * (stride * ROW_BYTES // WORD_BYTES)
             e.store(image, (at,), [hi for hi, _ in pairs])
             e.store(image, (at + plane_bytes(rows, columns) // WORD_BYTES,), [lo for _, lo in pairs])
 

@@ -1,7 +1,7 @@
 """The launch that splits: tiles of Q, K and V become images of halves, each with its scale and record.
 
-One block per tile, whatever the operand; a thread has one chunk of eight columns in every eighth row, kept in registers
-while the tile's largest number is found, so that everything is read once and travels 16 bytes at a time.
+One block per tile, whatever the operand; a thread has one chunk of eight columns in at most four rows, kept in registers while
+the tile's largest number is found, so that everything is read once and travels 16 bytes at a time.
 """
 
 from __future__ import annotations
@@ -30,6 +30,8 @@ from numba_attn.device.split_half import (
 
 NEIGHBOURS = (1, 2, 4)
 """Lane distances within eight lanes, which always have chunks of one row."""
+MOST_TURNS = 4
+"""Rows of a thread at most: 32 numbers."""
 
 
 @dataclass(frozen=True)
@@ -39,21 +41,27 @@ class SplitConfig:
     vector: int
 
     @property
+    def stride(self) -> int:
+        """Rows between those of a thread: a multiple of 8, so that its chunks are at one place in each row."""
+        return max(8, self.rows // MOST_TURNS)
+
+    @property
     def threads(self) -> int:
-        return 8 * padded(self.columns) // CHUNK
+        return self.stride * padded(self.columns) // CHUNK
 
     @property
     def min_blocks(self) -> int:
-        return 1024 // self.threads  # 64 registers a thread: loads of one block under the stores of others
+        return max(1, 1024 // self.threads)  # 64 registers a thread: loads of one block under the stores of others
 
 
 def build_split(config: SplitConfig):
     """`split_halves(Q, K, V, Q_image, .., V_record, scale)`: Q is taken times scale log2(e)."""
     ROWS, VECTOR, CHUNKS = config.rows, config.vector, padded(config.columns) // CHUNK
     TILE_WORDS = image_words(ROWS, config.columns)
-    TURNS = ROWS // 8
+    STRIDE = config.stride
+    TURNS = ROWS // STRIDE
     X_SHAPE = (TURNS, CHUNK)
-    write = write_image(ROWS, config.columns)
+    write = write_image(ROWS, config.columns, STRIDE)
     word = image_word(ROWS)
     load = vector_load(VECTOR)
 
@@ -84,7 +92,7 @@ def build_split(config: SplitConfig):
 
         # the tile; what lies outside of X is 0, read from a place inside
         for i in range(TURNS):
-            at = tile * ROWS + row + 8 * i
+            at = tile * ROWS + row + STRIDE * i
             for c in range(0, CHUNK, VECTOR):
                 col = CHUNK * chunk + c
                 load(x, (i, c), gX, (min(at, L - 1), min(col, D - VECTOR)))
@@ -100,7 +108,7 @@ def build_split(config: SplitConfig):
             for distance in NEIGHBOURS:
                 peak = max(peak, cuda.shfl_xor_sync(ALL_LANES, peak, distance))
             if tid & 7 == 0:
-                cuda.atomic.max(peaks, row + 8 * i, peak)
+                cuda.atomic.max(peaks, row + STRIDE * i, peak)
         cuda.syncthreads()
         peak = int32(0)
         for r in range(ROWS):
@@ -119,7 +127,7 @@ def build_split(config: SplitConfig):
             for distance in NEIGHBOURS:
                 near += cuda.shfl_xor_sync(ALL_LANES, near, distance)
             if tid & 7 == 0:
-                cuda.atomic.add(counts, row + 8 * i, near)
+                cuda.atomic.add(counts, row + STRIDE * i, near)
         cuda.syncthreads()
         if tid == 0:
             level, row_min = DENSE * amax if peak > 0 else INF, INF

@@ -4,6 +4,7 @@ from numba_attn.kernels import (
     block_per_head_fp32,
     flash_fp32,
     flash_split_half_sm80,
+    flash_split_half_sm90,
     split_keys_fp32,
     unfused_fp32,
     warp_streaming_fp32,
@@ -14,6 +15,7 @@ from numba_attn.kernels import (
 
 KERNELS = (
     split_keys_fp32.KERNEL,
+    flash_split_half_sm90.KERNEL,
     flash_split_half_sm80.KERNEL,
     flash_fp32.KERNEL,
     unfused_fp32.KERNEL,
