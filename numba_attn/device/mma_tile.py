@@ -180,7 +180,7 @@ def outputs(q_rows: int, k_rows: int, columns: int, chain: int):
 
     @unrolled
     def pv(e, O, P, alpha, v):
-        lefts = [[_left_fragment(e, P, i, step) for step in range(k_rows // K)] for i in m_tiles]
+        lefts = [[left_fragment(e, P, i, step) for step in range(k_rows // K)] for i in m_tiles]
         for j in range(0, -(-columns // K) * 2, 2):
             for first in range(0, k_rows // K, chain):
                 steps = range(first, min(first + chain, k_rows // K))
@@ -195,7 +195,7 @@ def outputs(q_rows: int, k_rows: int, columns: int, chain: int):
     return pv
 
 
-def _left_fragment(e, P, i: int, step: int) -> tuple:
+def left_fragment(e, P, i: int, step: int) -> tuple:
     """(hi, lo) of P's columns 16 step .. + 15 as a left operand."""
     places = [(j, 2 * h) for j in (2 * step, 2 * step + 1) for h in range(2)]
     pairs = [split(e, P[i, j, r], P[i, j, r + 1], 1.0) for j, r in places]

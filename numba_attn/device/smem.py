@@ -30,7 +30,7 @@ from numba_attn.tensor import Tensor, element_pointer, in_global_memory, index_t
 
 _SHARED = 3  # the address space of shared memory in NVVM IR
 _POOL = "dynamic_shared_memory"
-_POOL_ALIGNMENT = 128  # a row of banks, so that byte offsets decide which bank an element is in
+_POOL_ALIGNMENT = 1024  # so that byte offsets decide which bank an element is in, and where swizzles exchange chunks
 
 
 class SharedTile(types.Type):

@@ -46,7 +46,7 @@ class SplitConfig:
 
     @property
     def min_blocks(self) -> int:
-        return 1024 // self.threads  # 64 registers a thread: loads of one block under the stores of others
+        return max(1, 1024 // self.threads)  # 64 registers a thread: loads of one block under the stores of others
 
 
 def build_split(config: SplitConfig):

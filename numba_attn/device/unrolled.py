@@ -27,6 +27,7 @@ from numba.cuda.extending import intrinsic
 
 from numba_attn.device import fragments, ptx
 from numba_attn.device.verb import twin_of
+from numba_attn.device.wgmma_fragments import Matrix
 from numba_attn.tensor import Tensor, element_pointer, in_global_memory
 
 _F32, _I32, _I64 = ir.FloatType(), ir.IntType(32), ir.IntType(64)
@@ -80,6 +81,9 @@ class _Value:
 
     def __mul__(self, other):
         return self._binary(other, "fmul", "mul")
+
+    def __rshift__(self, other):
+        return self._binary(other, None, "lshr")
 
     def __truediv__(self, other):
         return self._binary(other, "fdiv", None)
@@ -208,6 +212,29 @@ class _Emitter:
         registers = ptx.emit_mma_m16n8k16(self.builder, *([self._of(x) for x in operand] for operand in (a, b, c)))
         return [_Value(self, register) for register in registers]
 
+    def wgmma(self, columns: int, chains: list, *, wait: bool = True) -> list:
+        """For each chain of (left, right) the registers of the sum of left @ right, see `wgmma_fragments`.
+
+        right, and left where it is no list of registers: a `Matrix`. Without `wait`, `wgmma_wait` must follow.
+        """
+
+        def plain(operand):
+            if not isinstance(operand, Matrix):
+                return [register.ir for register in operand]
+            address = operand.address.ir
+            first = firsts.setdefault(id(address), self.builder.lshr(address, _I32(4)))
+            return first, *operand.words, operand.transposed
+
+        firsts = {}
+        chains = [[(plain(left), plain(right)) for left, right in chain] for chain in chains]
+        sums = ptx.emit_wgmma(self.builder, columns, chains, wait=wait)
+        return [[_Value(self, register) for register in registers] for registers in sums]
+
+    def wgmma_wait(self, pending: int, sums: list, registers: list) -> list:
+        """`sums`, once at most `pending` statements of `wgmma` are in flight; `registers`: their left operands."""
+        values = ptx.emit_wgmma_wait(self.builder, pending, [x.ir for x in sums], [x.ir for x in registers])
+        return [_Value(self, value) for value in values]
+
     def address(self, tensor: _Global, *index):
         """Where an element is, for `copy_async`."""
         return _Value(self, self.builder.ptrtoint(tensor.pointer(index), _I64))
@@ -216,6 +243,20 @@ class _Emitter:
         """Start a copy of 16 bytes from `step_bytes` behind a global address to as far behind a shared one."""
         target, source = target + step_bytes, source + step_bytes
         ptx.emit_cp_async(self.builder, target.ir, source.ir, 16, _I32(16))
+
+    def copy_bulk(self, target, source, step_bytes: int, n_bytes: int, barrier) -> None:
+        """Copy n_bytes from `step_bytes` behind a global address to a shared one, counted by a barrier."""
+        source = source + step_bytes
+        ptx.emit_copy_bulk(self.builder, target.ir, source.ir, n_bytes, barrier.ir)
+
+    def mbarrier_wait(self, barrier, parity) -> None:
+        """Wait until the barrier's phase of this parity is complete."""
+        ptx.emit_mbarrier_wait(self.builder, barrier.ir, parity.ir)
+
+    def mbarrier_arrive(self, barrier, condition) -> None:
+        """One arrival, by threads for which the condition holds."""
+        with self.builder.if_then(condition.ir):
+            ptx.emit_mbarrier_arrive(self.builder, barrier.ir)
 
     def store(self, tensor: _Global, index, values, condition=None) -> None:
         """Write consecutive elements in one access, where the condition holds."""

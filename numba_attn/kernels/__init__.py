@@ -4,6 +4,7 @@ from numba_attn.kernels import (
     block_per_head_fp32,
     flash_fp32,
     flash_split_half_sm80,
+    flash_split_half_sm90,
     split_keys_fp32,
     unfused_fp32,
     unfused_split_half_sm80,
@@ -15,6 +16,7 @@ from numba_attn.kernels import (
 
 KERNELS = (
     split_keys_fp32.KERNEL,
+    flash_split_half_sm90.KERNEL,
     flash_split_half_sm80.KERNEL,
     unfused_split_half_sm80.KERNEL,
     flash_fp32.KERNEL,
