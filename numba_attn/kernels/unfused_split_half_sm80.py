@@ -101,7 +101,7 @@ class Config:
 
 
 # The larger the block, the fewer bytes a product; the ones behind the first are for GPUs with less shared memory.
-TILES = (Config(4, 2, 64, slots=2), Config(4, 2, 32, slots=2), Config(4, 1, 32, slots=2))
+TILES = (Config(4, 2, 32, slots=3), Config(4, 2, 32, slots=2), Config(4, 1, 32, slots=2))
 LEAST_ROWS, LEAST_FLOP = 64, 1e9  # below which other kernels are faster
 FUSED_COLUMNS = 256
 
