@@ -147,8 +147,8 @@ def image_word(rows: int):
 def write_image(rows: int, columns: int, stride: int):
     """The verb `write(image, word, X, scale)`: both planes of a tile from X[i, 0..7], this thread's chunks.
 
-    X[i] is one chunk of row r + stride i, stride a multiple of 8; `image` a 1-D tensor of words, two halves each, and `word` the place of X[0] in
-    it: the tile's first word plus `image_word(rows)(r, chunk)`.
+    X[i] is one chunk of row r + stride i, stride a multiple of 8; `image` a 1-D tensor of words, two halves each, and
+    `word` the place of X[0] in it: the tile's first word plus `image_word(rows)(r, chunk)`.
     """
 
     @unrolled

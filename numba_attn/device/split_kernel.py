@@ -1,6 +1,6 @@
 """The launch that splits: tiles of Q, K and V become images of halves, each with its scale and record.
 
-One block per tile, whatever the operand; a thread has one chunk of eight columns in at most four rows, kept in registers while
+One block per tile, whatever the operand; a thread has one chunk of eight columns in a few rows, kept in registers while
 the tile's largest number is found, so that everything is read once and travels 16 bytes at a time.
 """
 
