@@ -110,10 +110,10 @@ def emit_halves(builder, low, high):
 def emit_wgmma(builder, columns: int, chains: list, *, wait: bool):
     """`wgmma.mma_async.sync.aligned.m64n{columns}k16.f32.f16.f16` (sm_90a): fp16 products summed in fp32, from zero.
 
-    chains: one or several lists of (left, right), issued in this order; each list makes one sum of 64 x `columns`. Right
-    is (first, low, high, transposed) for a matrix in shared memory whose descriptor has the low word `first` (32 bits)
-    + `low` and the high word `high`; left is the same, or four 32-bit registers. Returns columns / 2 fp32 for each
-    chain. See `wgmma_fragments`. All 128 threads of a warpgroup must be there.
+    chains: one or several lists of (left, right), issued in this order; each list makes one sum of 64 x `columns`.
+    right: (first, low, high, transposed), a matrix in shared memory whose descriptor has the low word `first` (32 bits)
+    + `low` and the high word `high`; left: the same, or four 32-bit registers. Returns columns / 2 fp32 for each chain.
+    See `wgmma_fragments`. All 128 threads of a warpgroup must be there.
 
     One statement, so that nothing moves into it. Without `wait` the sums, and left registers, may not be touched before
     `emit_wgmma_wait`.

@@ -34,7 +34,7 @@ class Matrix(NamedTuple):
     """Run-time part of the address of its first element, in bytes."""
     offset: int
     """What is added to that, in bytes."""
-    leading: int = 16
+    leading: int = 0
     """Bytes from one block of 64 columns to the next, where the operand is transposed."""
     transposed: bool = False
 

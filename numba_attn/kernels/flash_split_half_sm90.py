@@ -28,7 +28,6 @@ from numba_attn.device.split_half import (
     is_safe,
     padded,
     peak_of,
-    plane_bytes,
     scales,
     unit_of,
 )
@@ -136,9 +135,8 @@ def configs():
 def small_config(problem: Problem) -> Config:
     d_bucket = cdiv(max(problem.D, problem.Dv), 16) * 16
     products = 4 if d_bucket <= 32 else 3
-    return Config(
-        d_bucket, 1, 64, 64, slots=3, s_chains=1, o_columns=64, products=products, is_causal=problem.is_causal
-    )
+    tiles = Config(d_bucket, groups=1, k_rows=64, part=64, slots=3, s_chains=1, o_columns=64, products=products)
+    return replace(tiles, is_causal=problem.is_causal)
 
 
 def images(problem: Problem, config: Config) -> ImageBatches:
