@@ -1,0 +1,298 @@
+"""fp32 accuracy on tensor cores for wide heads: two products of halves by Hopper's `wgmma`, P in memory between.
+
+To unfused_split_half_sm80 it adds warpgroups that multiply straight from shared memory, and one that does nothing but
+copy: 128 x 256 of S or O a block. Bound by tensor cores, and by the traffic of tiles from L2.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from numba import cuda, float32
+
+from numba_attn.device import mma_tile, wgmma_product, wgmma_tile
+from numba_attn.device.mask import Mask
+from numba_attn.device.math import bits, cdiv
+from numba_attn.device.mma_product import TILE, TILE_BYTES, TILE_WORDS
+from numba_attn.device.ptx import setmaxnreg
+from numba_attn.device.smem import shared_memory
+from numba_attn.device.softmax import ONE
+from numba_attn.device.split_half import PEAK, ROW_BYTES, UNSCALE, WORD_BYTES, scales
+from numba_attn.device.weights_kernel import WeightsConfig, build_weights
+from numba_attn.device.wgmma_fragments import GROUP_THREADS
+from numba_attn.device.wgmma_product import AT_ONCE, GROUPS, SLOT_BYTES
+from numba_attn.images import IMAGES, RECORDS, Batch, ImageBatches
+from numba_attn.kernel import Kernel, Launch, Workspace
+from numba_attn.problem import Device, Problem
+
+BLOCK_M, PANELS = TILE * GROUPS, 4
+BLOCK_N = PANELS * TILE
+CONSUMERS, READERS = GROUP_THREADS * GROUPS, 4 * GROUPS
+PATCH_SHAPE, ROW_SHAPE = (PANELS, TILE // 8, 4), (PANELS, 2)
+REGISTERS = 24, 240  # of a thread that copies, and of one that multiplies: together those of an SM
+
+
+@dataclass(frozen=True)
+class Config:
+    slots: int = 7
+    is_causal: bool = False
+
+    @property
+    def threads(self) -> int:
+        return GROUP_THREADS * (GROUPS + 1)
+
+    @property
+    def smem_bytes(self) -> int:
+        """The ring of slots, and the barriers of each: full, and read."""
+        return self.slots * (SLOT_BYTES + 2 * wgmma_tile.BARRIER_BYTES)
+
+
+LEAST_ROWS, LEAST_FLOP = 64, 1e9  # below which other kernels are faster
+FUSED_COLUMNS = 256
+
+
+def supports(problem: Problem, device: Device) -> str | None:
+    if device.cc != (9, 0):
+        return f"multiplies halves by wgmma, of compute capability 9.0 alone: {device.name} has {device.cc}"
+    return images(problem).refusal
+
+
+def suits(problem: Problem, device: Device) -> str | None:
+    if max(problem.D, problem.Dv) <= FUSED_COLUMNS:
+        return f"head dims up to {FUSED_COLUMNS}: P need not go through memory"
+    if problem.Lq < LEAST_ROWS:
+        return f"fewer than {LEAST_ROWS} rows a head: most of a block would be empty"
+    if problem.flop < LEAST_FLOP:
+        return f"less than {LEAST_FLOP:.0e} operations: five launches take longer than they save"
+    return None
+
+
+def config(problem: Problem, device: Device) -> Config:
+    return Config(is_causal=problem.is_causal)
+
+
+def configs():
+    for is_causal in (False, True):
+        yield Config(is_causal=is_causal)
+
+
+def small_config(problem: Problem) -> Config:
+    return Config(4, problem.is_causal)
+
+
+def images(problem: Problem) -> ImageBatches:
+    groups = cdiv(problem.Lk, AT_ONCE) * AT_ONCE // TILE
+
+    def more(heads: int, m_blocks: int) -> dict[str, Workspace]:
+        rows = m_blocks * BLOCK_M
+        statistics = Workspace((heads, groups, rows))
+        return {
+            "P_image": Workspace((heads, rows // TILE * groups * TILE_WORDS), "uint32"),
+            "M": statistics,
+            "L": statistics,
+            "V_amax": Workspace((heads,)),
+        }
+
+    return ImageBatches(problem, TILE, TILE, BLOCK_M, AT_ONCE, more)
+
+
+def workspace(problem: Problem, config: Config) -> dict[str, Workspace]:
+    return images(problem).workspace
+
+
+def launches(problem: Problem, config: Config) -> tuple[Launch, ...]:
+    sizes = {"threads": config.threads, "smem_bytes": config.smem_bytes}
+    weights = WeightsConfig(BLOCK_M, TILE, config.is_causal)
+    n_blocks, d_blocks = cdiv(problem.Lk, BLOCK_N), cdiv(problem.Dv, BLOCK_N)
+
+    def between(batch: Batch) -> tuple[Launch, ...]:
+        blocks, row = batch.heads * batch.m_blocks, batch.first_row
+        Q_image, K_image, V_image = batch.parts(*IMAGES)
+        Q_record, K_record, V_record = records = batch.parts(*RECORDS)
+        Q, K, O, lse, P, M, L, V_amax, unsafe = batch.parts(
+            "Q", "K", "O", "lse", "P_image", "M", "L", "V_amax", "unsafe"
+        )
+        of_scores = (Q, K, Q_image, K_image, Q_record, K_record, P, M, L, unsafe, row)
+        of_weights = (Q, K, *records, M, L, V_amax, unsafe, lse, "scale", row)
+        of_outputs = (Q, K, P, V_image, V_record, M, V_amax, unsafe, O, row)
+        return (
+            Launch(build_scores, config, of_scores, max(1, blocks * n_blocks), **sizes),
+            Launch(build_weights, weights, of_weights, blocks, weights.rows),
+            Launch(build_outputs, config, of_outputs, blocks * d_blocks, **sizes),
+        )
+
+    return images(problem).launches(between)
+
+
+def build_scores(config: Config):
+    SLOTS = config.slots
+    end_of_row = Mask(config.is_causal).end
+    few, many = setmaxnreg(REGISTERS[0], more=False), setmaxnreg(REGISTERS[1], more=True)
+    following, claim, give_back = wgmma_tile.ring(SLOTS), wgmma_product.claim(SLOTS), wgmma_product.give_back(SLOTS)
+    copy_left, copy_right = wgmma_product.copy_left(), wgmma_product.copy_right()
+    start_ring = wgmma_product.start_ring(SLOTS, READERS)
+    start = wgmma_product.start(PANELS)
+    multiply, multiply_more = (wgmma_product.multiply(half, SLOTS, transposed=False) for half in range(2))
+    load_units = wgmma_product.load_units(PANELS)
+    mask = wgmma_product.masked(PANELS, end_of_row)
+    softmax = mma_tile.softmax(16 * PANELS, TILE)  # statistics of each panel, not of all
+    store_image = wgmma_product.store_image(PANELS)
+    store_statistics = wgmma_product.store_statistics(PANELS)
+
+    @cuda.jit
+    def scores(Q, K, Q_image, K_image, Q_record, K_record, P_image, M, L, unsafe, first_row):
+        # who am I: block -> head, m_block, n_block; a warpgroup owns 64 rows, the last one copies
+        Lq, D, Lk = Q.shape[2], Q.shape[3], K.shape[2]
+        n_blocks, m_blocks = (Lk + BLOCK_N - 1) // BLOCK_N, unsafe.shape[1]
+        block, n_block = cuda.blockIdx.x // n_blocks, cuda.blockIdx.x % n_blocks
+        head, m_block = block // m_blocks, block % m_blocks
+        m0, n0 = m_block * BLOCK_M, n_block * BLOCK_N
+        end = end_of_row(first_row + min(m0 + BLOCK_M, Lq) - 1, Lk)
+        if n0 >= end:
+            return
+        is_wide = n0 + AT_ONCE < end
+        tid = cuda.threadIdx.x
+        slabs, groups = (D + TILE - 1) // TILE, M.shape[1]
+        gQ, gK = Q_image[head], K_image[head]
+        q_tile, k_tile = m_block * GROUPS * slabs, n_block * PANELS * slabs
+        ring = shared_memory()
+        start_ring(ring, tid)
+        turn = 0
+
+        if tid >= CONSUMERS:
+            # copy tiles of Q and K as slots become free
+            few()
+            if tid == CONSUMERS:
+                step = slabs * TILE_WORDS
+                for slab in range(slabs):
+                    slot, barrier = claim(ring, turn)
+                    copy_left(slot, gQ, (q_tile + slab) * TILE_WORDS, step, barrier)
+                    turn = following(turn)
+                    for half in range(2 if is_wide else 1):
+                        slot, barrier = claim(ring, turn)
+                        copy_right(slot, gK, (k_tile + slab + half * 2 * slabs) * TILE_WORDS, step, barrier)
+                        turn = following(turn)
+        else:
+            # S = Q K^T
+            many()
+            lane, group = tid & 31, tid // GROUP_THREADS
+            rQ, rK = Q_record[head], K_record[head]
+            S = cuda.local.array(PATCH_SHAPE, float32)  # then P
+            unit = cuda.local.array(ROW_SHAPE, float32)
+            m = cuda.local.array(ROW_SHAPE, float32)
+            l = cuda.local.array(ROW_SHAPE, float32)
+            alpha = cuda.local.array(ROW_SHAPE, float32)
+            start(S, m, l)
+            for slab in range(slabs):
+                load_units(unit, rK, k_tile + slab, slabs, rQ[q_tile + group * slabs + slab, UNSCALE])
+                a_turn, turn = turn, following(turn)
+                multiply(S, group * TILE_BYTES, ring, a_turn, turn, unit, lane == 0)
+                turn = following(turn)
+                if is_wide:
+                    multiply_more(S, group * TILE_BYTES, ring, a_turn, turn, unit, lane == 0)
+                    turn = following(turn)
+                give_back(ring, a_turn, lane == 0)
+
+            # P = 2^(S - m)
+            warp_row = tid // 32 * 16
+            row0 = m0 + warp_row
+            if n0 + BLOCK_N > end_of_row(first_row + row0, Lk):
+                mask(S, first_row + row0, n0, Lk, lane)
+            softmax(S, m, l, alpha, ONE, PEAK)
+            n = PANELS if is_wide else 2
+            word = ((m_block * GROUPS + group) * groups + n_block * PANELS) * TILE_WORDS
+            word += warp_row % TILE * (ROW_BYTES // WORD_BYTES)
+            store_image(P_image[head], word, S, n, lane)
+            store_statistics(M[head], L[head], m, l, n_block * PANELS, n, row0, lane)
+
+    return scores
+
+
+def build_outputs(config: Config):
+    SLOTS, IS_CAUSAL = config.slots, config.is_causal
+    end_of_row = Mask(config.is_causal).end
+    few, many = setmaxnreg(REGISTERS[0], more=False), setmaxnreg(REGISTERS[1], more=True)
+    following, claim, give_back = wgmma_tile.ring(SLOTS), wgmma_product.claim(SLOTS), wgmma_product.give_back(SLOTS)
+    copy_left, copy_right = wgmma_product.copy_left(), wgmma_product.copy_right()
+    start_ring = wgmma_product.start_ring(SLOTS, READERS)
+    start = wgmma_product.start(PANELS)
+    multiply, multiply_more = (wgmma_product.multiply(half, SLOTS, transposed=True) for half in range(2))
+    load_factors = wgmma_product.load_factors(PANELS)
+    store = wgmma_product.store_outputs(PANELS)
+
+    @cuda.jit
+    def outputs(Q, K, P_image, V_image, V_record, W, V_amax, unsafe, O, first_row):
+        # who am I: block -> head, m_block, d_block; a warpgroup owns 64 rows, the last one copies
+        H, Lq, Lk, Dv = Q.shape[1], Q.shape[2], K.shape[2], O.shape[3]
+        d_blocks, m_blocks = (Dv + BLOCK_N - 1) // BLOCK_N, unsafe.shape[1]
+        block, d_block = cuda.blockIdx.x // d_blocks, cuda.blockIdx.x % d_blocks
+        head, m_block = block // m_blocks, block % m_blocks
+        if IS_CAUSAL:
+            # The last rows have the most keys: start with those of all heads, so that no long block comes last.
+            heads = unsafe.shape[0]
+            head, m_block = block % heads, m_blocks - 1 - block // heads
+        if unsafe[head, m_block] != 0:
+            return
+        m0 = m_block * BLOCK_M
+        is_wide = d_block * BLOCK_N + AT_ONCE < Dv
+        tid = cuda.threadIdx.x
+        slabs, groups = (Dv + TILE - 1) // TILE, W.shape[1]
+        n_end = (end_of_row(first_row + min(m0 + BLOCK_M, Lq) - 1, Lk) + TILE - 1) // TILE
+        p_tile, v_tile = m_block * GROUPS * groups, d_block * PANELS
+        ring = shared_memory()
+        start_ring(ring, tid)
+        turn = 0
+
+        if tid >= CONSUMERS:
+            # copy tiles of P and V as slots become free
+            few()
+            if tid == CONSUMERS:
+                gP, gV = P_image[head], V_image[head]
+                for key in range(n_end):
+                    slot, barrier = claim(ring, turn)
+                    copy_left(slot, gP, (p_tile + key) * TILE_WORDS, groups * TILE_WORDS, barrier)
+                    turn = following(turn)
+                    for half in range(2 if is_wide else 1):
+                        slot, barrier = claim(ring, turn)
+                        tile = v_tile + 2 * half
+                        # Behind the last columns of V the same ones again, for nobody.
+                        step = TILE_WORDS if tile + 1 < slabs else 0
+                        copy_right(slot, gV, (key * slabs + tile) * TILE_WORDS, step, barrier)
+                        turn = following(turn)
+        else:
+            # O = sum w P V
+            many()
+            lane, group = tid & 31, tid // GROUP_THREADS
+            row0 = m0 + tid // 32 * 16
+            rV, gW = V_record[head], W[head]
+            v_scale, v_unscale = scales(bits(V_amax[head]))
+            acc = cuda.local.array(PATCH_SHAPE, float32)
+            factor = cuda.local.array(ROW_SHAPE, float32)
+            start(acc, factor, factor)
+            for key in range(n_end):
+                load_factors(factor, gW[key], rV, key * slabs + v_tile, (key + 1) * slabs, v_scale, row0, lane)
+                a_turn, turn = turn, following(turn)
+                multiply(acc, group * TILE_BYTES, ring, a_turn, turn, factor, lane == 0)
+                turn = following(turn)
+                if is_wide:
+                    multiply_more(acc, group * TILE_BYTES, ring, a_turn, turn, factor, lane == 0)
+                    turn = following(turn)
+                give_back(ring, a_turn, lane == 0)
+
+            store(O[head // H, head % H], acc, v_unscale / PEAK, row0, d_block * BLOCK_N, lane)
+
+    return outputs
+
+
+KERNEL = Kernel(
+    name="unfused_split_half_sm90",
+    summary="wide heads: two products of fp16 halves by wgmma, P in memory between",
+    accuracy="fp32",
+    supports=supports,
+    suits=suits,
+    config=config,
+    configs=configs,
+    small_config=small_config,
+    launches=launches,
+    workspace=workspace,
+)
