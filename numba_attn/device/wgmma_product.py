@@ -28,6 +28,22 @@ PLANE_BYTES = plane_bytes(TILE, TILE)
 PLANE_WORDS = PLANE_BYTES // WORD_BYTES
 
 
+def place(heaviest_first: bool):
+    """The verb `place(block, heads, m_blocks, d_blocks)`: which head, block of rows and of columns.
+
+    Under causality the last rows have the most keys: those of all heads come first, so that no long block comes last.
+    """
+
+    @verb
+    def place(block, heads, m_blocks, d_blocks):
+        rows, d_block = block // d_blocks, block % d_blocks
+        if heaviest_first:
+            return rows % heads, m_blocks - 1 - rows // heads, d_block
+        return rows // m_blocks, rows % m_blocks, d_block
+
+    return place
+
+
 def start_ring(slots: int, readers: int):
     """The verb `start(ring, tid)`: the barriers of all slots, behind them: full, one arrival; read, `readers`."""
     full = slots * SLOT_BYTES
@@ -192,6 +208,16 @@ def masked(panels: int, end_of_row):
     return mask
 
 
+def _four_columns(e, odd, left: tuple, right: tuple) -> list:
+    """Four neighbouring columns of two fragments that stand side by side, this lane having two of each.
+
+    Lanes 0 and 2 of a row get columns 0 .. 3 and 4 .. 7 of the left one, lanes 1 and 3 those of the right one.
+    """
+    theirs = [e.shfl_xor(e.where(odd, x, y), 1) for x, y in zip(left, right, strict=True)]
+    first = [e.where(odd, x, y) for x, y in zip(theirs, left, strict=True)]
+    return first + [e.where(odd, x, y) for x, y in zip(right, theirs, strict=True)]
+
+
 def store_image(panels: int):
     """The verb `store(image, word, P, n, lane)`: the first n panels of P as halves, each in its own tile.
 
@@ -199,19 +225,21 @@ def store_image(panels: int):
     """
 
     @unrolled
-    def put(e, image, word, lane, P, n):
+    def put(e, image, word, place, odd, P, n):
         for i in range(panels):
             for h in range(2):
-                for j in range(TILE // N):
-                    hi, lo = split(e, P[i, j, 2 * h], P[i, j, 2 * h + 1], 1.0)
-                    # Row lane // 4 has chunk j at j ^ lane // 4, and there this lane's two columns.
-                    at = word + (TILE_WORDS * i + 8 * h * (ROW_BYTES // WORD_BYTES)) + (lane ^ (4 * j))
-                    e.store(image, (at,), [hi], n > i)
-                    e.store(image, (at + PLANE_WORDS,), [lo], n > i)
+                for j in range(0, TILE // N, 2):
+                    p = _four_columns(e, odd, *((P[i, k, 2 * h], P[i, k, 2 * h + 1]) for k in (j, j + 1)))
+                    pairs = [split(e, *p[:2], 1.0), split(e, *p[2:], 1.0)]
+                    at = word + (TILE_WORDS * i + 8 * h * (ROW_BYTES // WORD_BYTES)) + (place ^ (4 * j))
+                    e.store(image, (at,), [hi for hi, _ in pairs], n > i)
+                    e.store(image, (at + PLANE_WORDS,), [lo for _, lo in pairs], n > i)
 
     @verb
     def store(image, word, P, n, lane):
-        put(image, word + (lane >> 2) * (ROW_BYTES // WORD_BYTES), lane, P, n)
+        # Row lane // 4 has chunk j at j ^ lane // 4, and in it this lane's four columns.
+        row, odd = lane >> 2, lane & 1
+        put(image, word + row * (ROW_BYTES // WORD_BYTES), ((row ^ odd) << 2) + (lane & 2), odd == 1, P, n)
 
     return store
 
@@ -243,22 +271,29 @@ def store_statistics(panels: int):
     return store
 
 
-def store_outputs(panels: int):
-    """The verb `store(gO, C, unit, row0, col0, lane)`: gO[row0 + row, col0 + column] = unit C, within gO."""
+def store_outputs(panels: int, vector: int):
+    """The verb `store(gO, C, unit, row0, col0, lane)`: gO[row0 + row, col0 + column] = unit C, within gO.
+
+    vector: elements (4, or 1) of an access to the rows of gO.
+    """
 
     @unrolled
-    def put(e, gO, C, unit, row, col, rows, columns):
+    def put(e, gO, C, unit, row, col, odd, rows, columns):
         for i in range(panels):
             for h in range(2):
-                for j in range(TILE // N):
-                    for r in range(2):
-                        place = row + 8 * h, col + (TILE * i + N * j + r)
-                        inside = (place[0] < rows) & (place[1] < columns)
-                        e.store(gO, place, [C[i, j, 2 * h + r] * unit], inside)
+                at = row + 8 * h
+                for j in range(0, TILE // N, 2):
+                    left, right = ([C[i, k, 2 * h + r] * unit for r in range(2)] for k in (j, j + 1))
+                    four = _four_columns(e, odd, left, right)
+                    for c in range(0, 4, vector):
+                        place = at, col + (TILE * i + N * j + c)
+                        e.store(gO, place, four[c : c + vector], (at < rows) & (place[1] < columns))
 
     @verb
     def store(gO, C, unit, row0, col0, lane):
-        put(gO, C, unit, row0 + (lane >> 2), col0 + 2 * (lane & 3), gO.shape[0], gO.shape[1])
+        odd = lane & 1
+        col = col0 + odd * N + 2 * (lane & 2)
+        put(gO, C, unit, row0 + (lane >> 2), col, odd == 1, gO.shape[0], gO.shape[1])
 
     return store
 

@@ -7,6 +7,7 @@ copy: 128 x 256 of S or O a block. Bound by tensor cores, and by the traffic of 
 from __future__ import annotations
 
 from dataclasses import dataclass
+from itertools import product
 
 from numba import cuda, float32
 
@@ -34,8 +35,10 @@ REGISTERS = 24, 240  # of a thread that copies, and of one that multiplies: toge
 
 @dataclass(frozen=True)
 class Config:
-    slots: int = 7
+    vector: int
+    """Elements (4, or 1) of an access to the rows of O."""
     is_causal: bool = False
+    slots: int = 7
 
     @property
     def threads(self) -> int:
@@ -47,6 +50,8 @@ class Config:
         return self.slots * (SLOT_BYTES + 2 * wgmma_tile.BARRIER_BYTES)
 
 
+SMS = 132
+"""Blocks of a launch at most, each of which takes an SM: more work is dealt out in turns."""
 LEAST_ROWS, LEAST_FLOP = 64, 1e9  # below which other kernels are faster
 FUSED_COLUMNS = 256
 
@@ -68,16 +73,16 @@ def suits(problem: Problem, device: Device) -> str | None:
 
 
 def config(problem: Problem, device: Device) -> Config:
-    return Config(is_causal=problem.is_causal)
+    return Config(4 if problem.vector == 4 else 1, problem.is_causal)
 
 
 def configs():
-    for is_causal in (False, True):
-        yield Config(is_causal=is_causal)
+    for vector, is_causal in product((4, 1), (False, True)):
+        yield Config(vector, is_causal)
 
 
 def small_config(problem: Problem) -> Config:
-    return Config(4, problem.is_causal)
+    return Config(1, problem.is_causal, slots=4)
 
 
 def images(problem: Problem) -> ImageBatches:
@@ -116,9 +121,9 @@ def launches(problem: Problem, config: Config) -> tuple[Launch, ...]:
         of_weights = (Q, K, *records, M, L, V_amax, unsafe, lse, "scale", row)
         of_outputs = (Q, K, P, V_image, V_record, M, V_amax, unsafe, O, row)
         return (
-            Launch(build_scores, config, of_scores, max(1, blocks * n_blocks), **sizes),
+            Launch(build_scores, config, of_scores, max(1, min(SMS, blocks * n_blocks)), **sizes),
             Launch(build_weights, weights, of_weights, blocks, weights.rows),
-            Launch(build_outputs, config, of_outputs, blocks * d_blocks, **sizes),
+            Launch(build_outputs, config, of_outputs, min(SMS, blocks * d_blocks), **sizes),
         )
 
     return images(problem).launches(between)
@@ -141,20 +146,11 @@ def build_scores(config: Config):
 
     @cuda.jit
     def scores(Q, K, Q_image, K_image, Q_record, K_record, P_image, M, L, unsafe, first_row):
-        # who am I: block -> head, m_block, n_block; a warpgroup owns 64 rows, the last one copies
+        # who am I: a warpgroup owns 64 rows of each block of S, the last one copies
         Lq, D, Lk = Q.shape[2], Q.shape[3], K.shape[2]
-        n_blocks, m_blocks = (Lk + BLOCK_N - 1) // BLOCK_N, unsafe.shape[1]
-        block, n_block = cuda.blockIdx.x // n_blocks, cuda.blockIdx.x % n_blocks
-        head, m_block = block // m_blocks, block % m_blocks
-        m0, n0 = m_block * BLOCK_M, n_block * BLOCK_N
-        end = end_of_row(first_row + min(m0 + BLOCK_M, Lq) - 1, Lk)
-        if n0 >= end:
-            return
-        is_wide = n0 + AT_ONCE < end
+        (heads, m_blocks), n_blocks = unsafe.shape, (Lk + BLOCK_N - 1) // BLOCK_N
         tid = cuda.threadIdx.x
         slabs, groups = (D + TILE - 1) // TILE, M.shape[1]
-        gQ, gK = Q_image[head], K_image[head]
-        q_tile, k_tile = m_block * GROUPS * slabs, n_block * PANELS * slabs
         ring = shared_memory()
         start_ring(ring, tid)
         turn = 0
@@ -164,52 +160,66 @@ def build_scores(config: Config):
             few()
             if tid == CONSUMERS:
                 step = slabs * TILE_WORDS
-                for slab in range(slabs):
-                    slot, barrier = claim(ring, turn)
-                    copy_left(slot, gQ, (q_tile + slab) * TILE_WORDS, step, barrier)
-                    turn = following(turn)
-                    for half in range(2 if is_wide else 1):
+                for block in range(cuda.blockIdx.x, heads * m_blocks * n_blocks, cuda.gridDim.x):
+                    head, m_block, n_block = (
+                        block // n_blocks // m_blocks,
+                        block // n_blocks % m_blocks,
+                        block % n_blocks,
+                    )
+                    end = end_of_row(first_row + min((m_block + 1) * BLOCK_M, Lq) - 1, Lk) - n_block * BLOCK_N
+                    gQ, gK = Q_image[head], K_image[head]
+                    q_tile, k_tile = m_block * GROUPS * slabs, n_block * PANELS * slabs
+                    for slab in range(slabs if end > 0 else 0):
                         slot, barrier = claim(ring, turn)
-                        copy_right(slot, gK, (k_tile + slab + half * 2 * slabs) * TILE_WORDS, step, barrier)
+                        copy_left(slot, gQ, (q_tile + slab) * TILE_WORDS, step, barrier)
                         turn = following(turn)
+                        for half in range(2 if end > AT_ONCE else 1):
+                            slot, barrier = claim(ring, turn)
+                            copy_right(slot, gK, (k_tile + slab + half * 2 * slabs) * TILE_WORDS, step, barrier)
+                            turn = following(turn)
         else:
-            # S = Q K^T
             many()
             lane, group = tid & 31, tid // GROUP_THREADS
-            rQ, rK = Q_record[head], K_record[head]
             S = cuda.local.array(PATCH_SHAPE, float32)  # then P
             unit = cuda.local.array(ROW_SHAPE, float32)
             m = cuda.local.array(ROW_SHAPE, float32)
             l = cuda.local.array(ROW_SHAPE, float32)
             alpha = cuda.local.array(ROW_SHAPE, float32)
-            start(S, m, l)
-            for slab in range(slabs):
-                load_units(unit, rK, k_tile + slab, slabs, rQ[q_tile + group * slabs + slab, UNSCALE])
-                a_turn, turn = turn, following(turn)
-                multiply(S, group * TILE_BYTES, ring, a_turn, turn, unit, lane == 0)
-                turn = following(turn)
-                if is_wide:
-                    multiply_more(S, group * TILE_BYTES, ring, a_turn, turn, unit, lane == 0)
-                    turn = following(turn)
-                give_back(ring, a_turn, lane == 0)
+            for block in range(cuda.blockIdx.x, heads * m_blocks * n_blocks, cuda.gridDim.x):
+                head, m_block, n_block = block // n_blocks // m_blocks, block // n_blocks % m_blocks, block % n_blocks
+                end = end_of_row(first_row + min((m_block + 1) * BLOCK_M, Lq) - 1, Lk) - n_block * BLOCK_N
+                if end > 0:
+                    # S = Q K^T
+                    rQ, rK = Q_record[head], K_record[head]
+                    q_tile, k_tile = (m_block * GROUPS + group) * slabs, n_block * PANELS * slabs
+                    start(S, m, l)
+                    for slab in range(slabs):
+                        load_units(unit, rK, k_tile + slab, slabs, rQ[q_tile + slab, UNSCALE])
+                        a_turn, turn = turn, following(turn)
+                        multiply(S, group * TILE_BYTES, ring, a_turn, turn, unit, lane == 0)
+                        turn = following(turn)
+                        if end > AT_ONCE:
+                            multiply_more(S, group * TILE_BYTES, ring, a_turn, turn, unit, lane == 0)
+                            turn = following(turn)
+                        give_back(ring, a_turn, lane == 0)
 
-            # P = 2^(S - m)
-            warp_row = tid // 32 * 16
-            row0 = m0 + warp_row
-            if n0 + BLOCK_N > end_of_row(first_row + row0, Lk):
-                mask(S, first_row + row0, n0, Lk, lane)
-            softmax(S, m, l, alpha, ONE, PEAK)
-            n = PANELS if is_wide else 2
-            word = ((m_block * GROUPS + group) * groups + n_block * PANELS) * TILE_WORDS
-            word += warp_row % TILE * (ROW_BYTES // WORD_BYTES)
-            store_image(P_image[head], word, S, n, lane)
-            store_statistics(M[head], L[head], m, l, n_block * PANELS, n, row0, lane)
+                    # P = 2^(S - m)
+                    warp_row, n0 = tid // 32 * 16, n_block * BLOCK_N
+                    row0 = m_block * BLOCK_M + warp_row
+                    if n0 + BLOCK_N > end_of_row(first_row + row0, Lk):
+                        mask(S, first_row + row0, n0, Lk, lane)
+                    softmax(S, m, l, alpha, ONE, PEAK)
+                    n = PANELS if end > AT_ONCE else 2
+                    word = ((m_block * GROUPS + group) * groups + n_block * PANELS) * TILE_WORDS
+                    word += warp_row % TILE * (ROW_BYTES // WORD_BYTES)
+                    store_image(P_image[head], word, S, n, lane)
+                    store_statistics(M[head], L[head], m, l, n_block * PANELS, n, row0, lane)
 
     return scores
 
 
 def build_outputs(config: Config):
-    SLOTS, IS_CAUSAL = config.slots, config.is_causal
+    SLOTS = config.slots
     end_of_row = Mask(config.is_causal).end
     few, many = setmaxnreg(REGISTERS[0], more=False), setmaxnreg(REGISTERS[1], more=True)
     following, claim, give_back = wgmma_tile.ring(SLOTS), wgmma_product.claim(SLOTS), wgmma_product.give_back(SLOTS)
@@ -218,27 +228,16 @@ def build_outputs(config: Config):
     start = wgmma_product.start(PANELS)
     multiply, multiply_more = (wgmma_product.multiply(half, SLOTS, transposed=True) for half in range(2))
     load_factors = wgmma_product.load_factors(PANELS)
-    store = wgmma_product.store_outputs(PANELS)
+    place = wgmma_product.place(config.is_causal)
+    store = wgmma_product.store_outputs(PANELS, config.vector)
 
     @cuda.jit
     def outputs(Q, K, P_image, V_image, V_record, W, V_amax, unsafe, O, first_row):
-        # who am I: block -> head, m_block, d_block; a warpgroup owns 64 rows, the last one copies
+        # who am I: a warpgroup owns 64 rows of each block of O, the last one copies
         H, Lq, Lk, Dv = Q.shape[1], Q.shape[2], K.shape[2], O.shape[3]
-        d_blocks, m_blocks = (Dv + BLOCK_N - 1) // BLOCK_N, unsafe.shape[1]
-        block, d_block = cuda.blockIdx.x // d_blocks, cuda.blockIdx.x % d_blocks
-        head, m_block = block // m_blocks, block % m_blocks
-        if IS_CAUSAL:
-            # The last rows have the most keys: start with those of all heads, so that no long block comes last.
-            heads = unsafe.shape[0]
-            head, m_block = block % heads, m_blocks - 1 - block // heads
-        if unsafe[head, m_block] != 0:
-            return
-        m0 = m_block * BLOCK_M
-        is_wide = d_block * BLOCK_N + AT_ONCE < Dv
+        (heads, m_blocks), d_blocks = unsafe.shape, (Dv + BLOCK_N - 1) // BLOCK_N
         tid = cuda.threadIdx.x
         slabs, groups = (Dv + TILE - 1) // TILE, W.shape[1]
-        n_end = (end_of_row(first_row + min(m0 + BLOCK_M, Lq) - 1, Lk) + TILE - 1) // TILE
-        p_tile, v_tile = m_block * GROUPS * groups, d_block * PANELS
         ring = shared_memory()
         start_ring(ring, tid)
         turn = 0
@@ -247,39 +246,46 @@ def build_outputs(config: Config):
             # copy tiles of P and V as slots become free
             few()
             if tid == CONSUMERS:
-                gP, gV = P_image[head], V_image[head]
-                for key in range(n_end):
-                    slot, barrier = claim(ring, turn)
-                    copy_left(slot, gP, (p_tile + key) * TILE_WORDS, groups * TILE_WORDS, barrier)
-                    turn = following(turn)
-                    for half in range(2 if is_wide else 1):
+                for block in range(cuda.blockIdx.x, heads * m_blocks * d_blocks, cuda.gridDim.x):
+                    head, m_block, d_block = place(block, heads, m_blocks, d_blocks)
+                    end = end_of_row(first_row + min((m_block + 1) * BLOCK_M, Lq) - 1, Lk)
+                    gP, gV = P_image[head], V_image[head]
+                    p_tile, d_tile = m_block * GROUPS * groups, d_block * PANELS
+                    for key in range((end + TILE - 1) // TILE if unsafe[head, m_block] == 0 else 0):
                         slot, barrier = claim(ring, turn)
-                        tile = v_tile + 2 * half
-                        # Behind the last columns of V the same ones again, for nobody.
-                        step = TILE_WORDS if tile + 1 < slabs else 0
-                        copy_right(slot, gV, (key * slabs + tile) * TILE_WORDS, step, barrier)
+                        copy_left(slot, gP, (p_tile + key) * TILE_WORDS, groups * TILE_WORDS, barrier)
                         turn = following(turn)
+                        for half in range(2 if d_tile + 2 < slabs else 1):
+                            slot, barrier = claim(ring, turn)
+                            tile = d_tile + 2 * half
+                            # Behind the last columns of V the same ones again, for nobody.
+                            step = TILE_WORDS if tile + 1 < slabs else 0
+                            copy_right(slot, gV, (key * slabs + tile) * TILE_WORDS, step, barrier)
+                            turn = following(turn)
         else:
-            # O = sum w P V
             many()
             lane, group = tid & 31, tid // GROUP_THREADS
-            row0 = m0 + tid // 32 * 16
-            rV, gW = V_record[head], W[head]
-            v_scale, v_unscale = scales(bits(V_amax[head]))
             acc = cuda.local.array(PATCH_SHAPE, float32)
             factor = cuda.local.array(ROW_SHAPE, float32)
-            start(acc, factor, factor)
-            for key in range(n_end):
-                load_factors(factor, gW[key], rV, key * slabs + v_tile, (key + 1) * slabs, v_scale, row0, lane)
-                a_turn, turn = turn, following(turn)
-                multiply(acc, group * TILE_BYTES, ring, a_turn, turn, factor, lane == 0)
-                turn = following(turn)
-                if is_wide:
-                    multiply_more(acc, group * TILE_BYTES, ring, a_turn, turn, factor, lane == 0)
-                    turn = following(turn)
-                give_back(ring, a_turn, lane == 0)
-
-            store(O[head // H, head % H], acc, v_unscale / PEAK, row0, d_block * BLOCK_N, lane)
+            for block in range(cuda.blockIdx.x, heads * m_blocks * d_blocks, cuda.gridDim.x):
+                head, m_block, d_block = place(block, heads, m_blocks, d_blocks)
+                if unsafe[head, m_block] == 0:
+                    # O = sum w P V
+                    end = end_of_row(first_row + min((m_block + 1) * BLOCK_M, Lq) - 1, Lk)
+                    row0, d_tile = m_block * BLOCK_M + tid // 32 * 16, d_block * PANELS
+                    rV, gW = V_record[head], W[head]
+                    v_scale, v_unscale = scales(bits(V_amax[head]))
+                    start(acc, factor, factor)
+                    for key in range((end + TILE - 1) // TILE):
+                        load_factors(factor, gW[key], rV, key * slabs + d_tile, (key + 1) * slabs, v_scale, row0, lane)
+                        a_turn, turn = turn, following(turn)
+                        multiply(acc, group * TILE_BYTES, ring, a_turn, turn, factor, lane == 0)
+                        turn = following(turn)
+                        if d_tile + 2 < slabs:
+                            multiply_more(acc, group * TILE_BYTES, ring, a_turn, turn, factor, lane == 0)
+                            turn = following(turn)
+                        give_back(ring, a_turn, lane == 0)
+                    store(O[head // H, head % H], acc, v_unscale / PEAK, row0, d_block * BLOCK_N, lane)
 
     return outputs
 
