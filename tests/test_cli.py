@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -239,6 +240,21 @@ def test_check_leaves_out_what_multiplies_with_torch(call, few_cases, monkeypatc
     assert (status, err) == (1, f"numba_attn: unfused_fp32 cannot be checked: {why}\n")
 
 
+def test_check_leaves_out_what_runs_on_other_gpus(call, few_cases, monkeypatch):
+    monkeypatch.setattr(launch, "device_count", lambda: 1)
+    monkeypatch.setattr(launch, "device_facts", lambda index: replace(H200, name="a GPU", cc=(8, 0)))
+    monkeypatch.setattr(testing, "cases", lambda: few_cases)
+    monkeypatch.setattr(check, "require_toolkit", lambda: None)
+    monkeypatch.setattr(check, "lost_gpu", lambda: None)
+    monkeypatch.setattr(check, "run_on_gpu", check.simulate)
+    why = "multiplies halves by wgmma, of compute capability 9.0 alone: a GPU has (8, 0)"
+    status, out, _ = call("check")
+    assert status == 0
+    assert f"flash_split_half_sm90: left out: {why}\n" in out
+    status, out, err = call("check", "flash_split_half_sm90")
+    assert (status, err) == (1, f"numba_attn: flash_split_half_sm90 cannot be checked: {why}\n")
+
+
 def test_check_a_dropped_bounds_test(call, few_cases, tmp_path):
     file = broken_kernel(tmp_path, "min(uint32(row), last_row)", "row")
     status, out, _ = call("check", file, "--sim")
@@ -400,6 +416,15 @@ def test_precompile(call, one_config, tmp_path, monkeypatch):
     assert summary == f"1 configs are in {tmp_path / 'cache'}"
     assert err.startswith("0/2 warp_tile_fp32 sm_90a")
     assert len(list((tmp_path / "cache").glob("*.cubin"))) == 1
+
+
+def test_precompile_leaves_out_what_runs_on_other_gpus(call, tmp_path, monkeypatch):
+    monkeypatch.setenv("NUMBA_ATTN_CACHE_DIR", str(tmp_path / "cache"))
+    status, out, _ = call("precompile", "--arch", "sm_80", "flash_split_half_sm90")
+    why = "multiplies halves by wgmma, of compute capability 9.0 alone: GPU of sm_80 has (8, 0)"
+    left_out, summary = out.splitlines()
+    assert (status, left_out) == (0, f"sm_80: flash_split_half_sm90 is left out: {why}")
+    assert summary.startswith("0 configs are in")
 
 
 def test_precompile_of_what_does_not_compile(call, tmp_path, monkeypatch, one_config):

@@ -21,10 +21,12 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from numba_attn import testing
-from numba_attn.device.rescue_kernel import RescueConfig
-from numba_attn.device.split_kernel import SplitConfig
+from numba_attn.device.rescue_kernel import build_rescue
+from numba_attn.device.split_kernel import build_split
+from numba_attn.device.weights_kernel import build_weights
+from numba_attn.device.wgmma_fragments import GROUP_THREADS
 from numba_attn.kernel import OPERANDS, Part, grids
-from numba_attn.kernels import KERNELS, flash_split_half_sm80
+from numba_attn.kernels import KERNELS, flash_split_half_sm80, flash_split_half_sm90, unfused_split_half_sm80
 from numba_attn.kernels.split_keys_fp32 import MergeConfig
 from numba_attn.launch import cache, compiler
 from numba_attn.problem import H200, MAX_GRID, Device, Problem
@@ -35,7 +37,7 @@ SMALL = Device("a GPU with 99 KB of shared memory a block", (12, 0), 170, 99 * 1
 # The smallest problem fits any config, and equal configs mean equal machine code.
 PROBLEM = Problem(B=1, H=1, Hkv=1, Lq=1, Lk=1, D=1, Dv=1)
 
-MOST_CUBINS = 100
+MOST_CUBINS = 24
 MOST_WORKSPACE_BYTES = 512 * 10**6
 
 REGISTERS_PER_SM, REGISTER_UNIT = 65536, 8
@@ -50,6 +52,9 @@ KEY_LOOP_FMAS = 32
 """A basic block with as many fused multiply-adds as this is the body of a key loop."""
 
 KEY_LOOPS = {
+    # The waits for slots cut this loop at every statement of products.
+    "flash_split_half_sm90": lambda config: (("HGMMA",), 1),
+    "unfused_split_half_sm80": lambda config: (("HMMA",), KEY_LOOP_FMAS),
     "flash_split_half_sm80": lambda config: (("HMMA",), KEY_LOOP_FMAS),
     "warp_streaming_fp32": lambda config: (("FFMA", "LDG"), config.batch),
 }
@@ -57,6 +62,8 @@ KEY_LOOPS = {
 
 # Two blocks of 512 threads an SM leave 64 registers a thread: one pointer waits beside 16 shared loads of 16 bytes.
 MOST_LOCAL_ACCESSES_IN_KEY_LOOPS = {
+    "flash_split_half_sm90": 3,
+    "unfused_split_half_sm80": 0,
     "flash_split_half_sm80": 1,
     "split_keys_fp32": 0,
     "flash_fp32": 0,
@@ -79,53 +86,80 @@ NEVER_IN_PTX = (
 )
 
 
-def flash_fp32_ptx(config):
-    n_bytes = 4 * config.vector
+def flash_fp32_ptx(launch):
+    n_bytes = 4 * launch.config.vector
     cache_operator, other = ("cg", "ca") if n_bytes == 16 else ("ca", "cg")
     copy = rf"cp\.async\.{cache_operator}\.shared\.global \[[^]]+\], \[[^]]+\], {n_bytes},"
     present = (copy, r"cp\.async\.wait_group", r"ld\.shared\.v4", r"shfl\.sync\.bfly", r"ex2\.approx\.f32")
     return present, (rf"cp\.async\.{other}\.", r"ex2\.approx\.ftz")
 
 
-def warp_tile_fp32_ptx(config):
+def warp_tile_fp32_ptx(launch):
     return (r"shfl\.sync", r"ld\.shared\.v4", r"ld\.global"), (r"cp\.async", r"begin inline asm")
 
 
-def warp_streaming_fp32_ptx(config):
+def warp_streaming_fp32_ptx(launch):
     return (r"shfl\.sync\.bfly", r"ld\.global"), (r"\.shared", r"bar\.", r"cp\.async", r"begin inline asm")
 
 
-def block_per_head_fp32_ptx(config):
+def block_per_head_fp32_ptx(launch):
     # Numba asks for the size of dynamic shared memory in inline assembly.
     foreign = r"begin inline asm\n(?!\s*mov\.u32 %r\d+, %dynamic_smem_size;)"
     return (r"shfl\.sync\.bfly", r"ld\.shared", r"ld\.global", r"bar\.warp\.sync"), (r"cp\.async", foreign)
 
 
-def split_keys_fp32_ptx(config):
+def split_keys_fp32_ptx(launch):
     absent = (r"cp\.async", r"\b(ld|st)\.shared", r"\bbar\.", r"ex2\.approx\.ftz")
     present = (r"shfl\.sync\.bfly", r"ex2\.approx\.f32")
-    if isinstance(config, MergeConfig):
+    if isinstance(launch.config, MergeConfig):
         return (*present, r"shfl\.sync\.idx", r"ld\.global\.f32"), absent
     vectors = (r"ld\.global\.v4\.f32", r"st\.global\.v4\.f32")
-    return ((*present, *vectors), absent) if config.vector == 4 else (present, (*absent, *vectors))
+    return ((*present, *vectors), absent) if launch.config.vector == 4 else (present, (*absent, *vectors))
 
 
-def unfused_fp32_ptx(config):
+def unfused_fp32_ptx(launch):
     return (r"ld\.global\.f32", r"st\.global\.[uf]32"), (r"cp\.async", r"ld\.global\.v")
 
 
-def flash_split_half_sm80_ptx(config):
-    if isinstance(config, SplitConfig):
-        loads = r"ld\.global\.v4\.f32" if config.vector == 4 else r"\bld\.(global\.)?[bfu]32"
-        return (loads, r"cvt\.rn\.f16x2\.f32", r"st\.global\.v4", r"atom\.shared"), (r"mma\.sync", r"cp\.async")
-    if isinstance(config, RescueConfig):
-        return (r"shfl\.sync\.bfly", r"ld\.global\.f32"), (r"mma\.sync", r"cp\.async")
-    copies = r"cp\.async\.cg\.shared\.global \[[^]]+\], \[[^]]+\], 16,"
-    loads = r"ldmatrix\.sync\.aligned\.m8n8\.x4\.shared", r"ldmatrix\.sync\.aligned\.m8n8\.x4\.trans\.shared"
-    return (copies, *loads, r"mma\.sync\.aligned\.m16n8k16", r"ex2\.approx\.ftz"), (r"cp\.async\.ca", r"\batom\b")
+def around_halves_ptx(launch):
+    """Of the launches that kernels of halves share; None for others."""
+    if launch.build is build_split:
+        loads = r"ld\.global\.v4\.f32" if launch.config.vector == 4 else r"\bld\.(global\.)?[bfu]32"
+        return (loads, r"cvt\.rn\.f16x2\.f32", r"st\.global\.v4", r"atom\.shared"), (r"mma", r"cp\.async")
+    if launch.build is build_rescue:
+        return (r"shfl\.sync\.bfly", r"ld\.global\.f32"), (r"mma", r"cp\.async")
+    if launch.build is build_weights:
+        return (r"ex2\.approx\.f32", r"ld\.global\.f32", r"st\.global\.[fu]32"), (r"mma", r"cp\.async", r"\.shared")
+    return None
+
+
+LDMATRIX, LDMATRIX_TRANS = (rf"ldmatrix\.sync\.aligned\.m8n8\.x4{trans}\.shared" for trans in ("", r"\.trans"))
+OF_MMA = (r"cp\.async\.cg\.shared\.global \[[^]]+\], \[[^]]+\], 16,", LDMATRIX, r"mma\.sync\.aligned\.m16n8k16")
+
+
+def flash_split_half_sm80_ptx(launch):
+    absent = (r"cp\.async\.ca", r"\batom\b")
+    return around_halves_ptx(launch) or ((*OF_MMA, LDMATRIX_TRANS, r"ex2\.approx\.ftz"), absent)
+
+
+def flash_split_half_sm90_ptx(launch):
+    copies = r"cp\.async\.bulk\.shared::cluster\.global\.mbarrier::complete_tx::bytes"
+    barriers = (r"mbarrier\.try_wait\.parity", r"mbarrier\.arrive\.expect_tx", r"fence\.mbarrier_init")
+    registers = (r"setmaxnreg\.dec", r"setmaxnreg\.inc")
+    present = (copies, *barriers, *registers, r"wgmma\.mma_async\.sync", r"ex2\.approx\.ftz")
+    return around_halves_ptx(launch) or (present, (r"mma\.sync", r"ldmatrix", r"cp\.async\.c[ag]", r"\batom\b"))
+
+
+def unfused_split_half_sm80_ptx(launch):
+    of_scores, of_outputs = (r"ex2\.approx\.ftz", r"cvt\.rn\.f16x2\.f32"), (LDMATRIX_TRANS,)
+    absent, is_scores = (r"cp\.async\.ca", r"\batom\b"), launch.build is unfused_split_half_sm80.build_scores
+    present, foreign = (of_scores, of_outputs) if is_scores else (of_outputs, of_scores)
+    return around_halves_ptx(launch) or ((*OF_MMA, *present), (*absent, *foreign))
 
 
 EXPECTED_PTX = {
+    "flash_split_half_sm90": flash_split_half_sm90_ptx,
+    "unfused_split_half_sm80": unfused_split_half_sm80_ptx,
     "flash_split_half_sm80": flash_split_half_sm80_ptx,
     "split_keys_fp32": split_keys_fp32_ptx,
     "flash_fp32": flash_fp32_ptx,
@@ -136,7 +170,7 @@ EXPECTED_PTX = {
     "warp_tile_multi_fp32": warp_tile_fp32_ptx,
     "warp_two_pass_fp32": warp_tile_fp32_ptx,
 }
-"""By kernel, of a launch's config: patterns that its PTX has, and that it has not, besides those of every kernel."""
+"""By kernel, of a launch: patterns that its PTX has, and that it has not, besides those of every kernel."""
 
 
 def fitting(kernel, device: Device) -> list:
@@ -205,6 +239,8 @@ def test_resources(kernel, config):
 @pytest.mark.parametrize("device", [A100, SMALL], ids=lambda device: device.arch)
 @pytest.mark.parametrize("kernel", KERNELS, ids=lambda kernel: kernel.name)
 def test_other_architectures(kernel, device):
+    if reason := kernel.supports(PROBLEM, device):
+        pytest.skip(f"{kernel.name}: {reason}")
     configs = covering(fitting(kernel, device))[:2]
     assert configs
     for config in configs:
@@ -278,7 +314,7 @@ def test_ptx(kernel, config):
     workspace = kernel.workspace(PROBLEM, config)
     has_fma = False
     for launch in grids(kernel.launches(PROBLEM, config)):
-        present, absent = EXPECTED_PTX[kernel.name](launch.config)
+        present, absent = EXPECTED_PTX[kernel.name](launch)
         ptx = compiler.ptx(launch, workspace, H200.arch)
         has_fma |= "fma.rn.f32" in ptx
         for pattern in present:
@@ -289,27 +325,70 @@ def test_ptx(kernel, config):
     assert has_fma
 
 
+def products_of(module, config) -> list[int]:
+    """Of each launch between split and rescue, the number of products in its PTX."""
+    _, *launches, _ = module.launches(PROBLEM, config)
+    workspace = module.workspace(PROBLEM, config)
+    texts = [compiler.ptx(launch, workspace, H200.arch) for launch in launches]
+    return [len(re.findall(r"\b(?:wg)?mma\.(?:mma_a)?sync", text)) for text in texts]
+
+
 @pytest.mark.parametrize("config", flash_split_half_sm80.configs(), ids=str)
 def test_products_of_halves(config):
-    _, flash, _ = flash_split_half_sm80.launches(PROBLEM, config)
-    text = compiler.ptx(flash, flash_split_half_sm80.workspace(PROBLEM, config), H200.arch)
     rows, steps = config.q_rows // 16, -(-config.d_bucket // 16)
     of_s = config.products * steps * rows * (config.k_rows // 8)
     of_o = 3 * (config.k_rows // 16) * rows * 2 * steps
-    assert text.count("mma.sync") == of_s + of_o
+    assert products_of(flash_split_half_sm80, config) == [of_s + of_o]
 
 
-def test_cubins_of_the_matrix():
-    problems = [case.problem for case in testing.cases()]
-    needed = {
-        # Of a launch, these decide the machine code.
+@pytest.mark.parametrize("config", unfused_split_half_sm80.configs(), ids=str)
+def test_products_of_halves_unfused(config):
+    per_tile = 3 * (64 // 16) * (config.m_rows // 16) * (64 // 8)
+    assert products_of(unfused_split_half_sm80, config) == [per_tile, 0, per_tile]
+
+
+@pytest.mark.parametrize("config", flash_split_half_sm90.configs(), ids=str)
+def test_products_of_warpgroups(config):
+    of_s = config.products * -(-config.d_bucket // 16)
+    of_o = 3 * (config.k_rows // 16) * -(-config.d_bucket // config.o_columns)
+    assert products_of(flash_split_half_sm90, config) == [of_s + of_o]
+
+
+@needs_nvdisasm
+@pytest.mark.parametrize("config", flash_split_half_sm90.configs(), ids=str)
+def test_machine_code_of_warpgroups(config, tmp_path):
+    """Registers change hands, and products are in flight together: the compiler waits once a statement, not more."""
+    _, (launch, binary), _ = machine_code(flash_split_half_sm90.KERNEL, config, H200.arch)
+    file = tmp_path / "kernel.cubin"
+    file.write_bytes(binary.cubin)
+    opcodes = sum(basic_blocks(file), [])
+    parts = [min(config.part, config.d_bucket - start) for start in range(0, config.d_bucket, config.part)]
+    of_s = sum(-(-columns // (64 * config.s_chains)) for columns in parts)
+    of_o = sum(-(-columns // config.o_columns) for columns in parts)
+    waits = [opcode for opcode in opcodes if opcode.startswith("WARPGROUP.DEPBAR")]
+    assert len(waits) == of_s + of_o
+    assert sum(opcode.startswith("USETMAXREG") for opcode in opcodes) == 2
+    few, many = config.registers
+    assert (few + config.groups * many) * GROUP_THREADS <= REGISTERS_PER_SM
+
+
+def cubins_of_the_matrix(kernel) -> set:
+    """What decides the machine code of the launches that `testing.cases` need."""
+    served = [case.problem for case in testing.cases() if kernel.supports(case.problem, H200) is None]
+    return {
         (launch.build, launch.config, launch.threads, launch.min_blocks)
-        for kernel in KERNELS
-        for problem in problems
-        if kernel.supports(problem, H200) is None
+        for problem in served
         for launch in grids(kernel.launches(problem, kernel.config(problem, H200)))
     }
-    assert len(needed) <= MOST_CUBINS
+
+
+@pytest.mark.parametrize("kernel", KERNELS, ids=lambda kernel: kernel.name)
+def test_cubins_of_the_matrix(kernel):
+    """At most `MOST_CUBINS` a kernel: a session on a GPU compiles them all, and a new kernel adds its own only.
+
+    The largest, six buckets of head dims, causal or not, with a split and a rescue each, needs 22.
+    """
+    assert len(cubins_of_the_matrix(kernel)) <= MOST_CUBINS
 
 
 lengths = st.sampled_from([1, 2, 17, 63, 64, 65, 512, 4096, 2**20, 2**31 - 1]) | st.integers(1, 5000)

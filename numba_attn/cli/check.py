@@ -11,11 +11,12 @@ from numba_attn import api, launch, sim, testing
 from numba_attn.bench import torch_backends
 from numba_attn.cli.errors import CommandError, require_toolkit
 from numba_attn.cli.kernel_file import KERNEL_HELP, find
+from numba_attn.cli.precompile import PROBLEM
 from numba_attn.cli.screen import Progress, one_line
 from numba_attn.interop import numpy_arrays
 from numba_attn.kernel import Kernel
 from numba_attn.kernels import KERNELS
-from numba_attn.problem import H200
+from numba_attn.problem import H200, Device
 from numba_attn.sim.time_limit import TimeLimit, time_limit
 
 DESCRIPTION = """Hold kernels to the matrix of problems (numba_attn.testing): O and lse against float64, with the error
@@ -44,7 +45,7 @@ def run(args) -> int:
         require_toolkit()
         device, matrix, evaluate = launch.device_facts(0), testing.cases(), run_on_gpu
         print(f"on {device.name}")
-        kernels = list(those_that_run(kernels))
+        kernels = list(those_that_run(kernels, device))
     cases = [case for case in matrix if args.only is None or args.only in str(case)]
     if not cases:
         raise CommandError(f"no case has {args.only!r} in its name", status=2)
@@ -70,16 +71,18 @@ def run(args) -> int:
     return 0 if all(counts["passed"] and not counts["failed"] for counts in tally.values()) else 1
 
 
-def why_left_out(kernel: Kernel) -> str | None:
-    """Why a kernel cannot be run here: without torch, arrays are Numba's, which have no product."""
+def why_left_out(kernel: Kernel, device: Device) -> str | None:
+    """Why a kernel cannot be run here: the GPU is another one, or arrays are Numba's, which have no product."""
+    if reason := kernel.supports(PROBLEM, device):
+        return reason
     _, why_no_torch = torch_backends.cuda_torch() if kernel.uses_matmul else (None, None)
     return why_no_torch and f"it multiplies with torch or CuPy, and {why_no_torch}"
 
 
-def those_that_run(kernels) -> Iterator[Kernel]:
+def those_that_run(kernels, device: Device) -> Iterator[Kernel]:
     """The kernels that can be run here; the others are told, and one that was asked for is an error."""
     for kernel in kernels:
-        reason = why_left_out(kernel)
+        reason = why_left_out(kernel, device)
         if reason is None:
             yield kernel
         elif len(kernels) == 1:

@@ -40,7 +40,11 @@ def run(args) -> int:
     devices = devices_of(args.arch)
     if problem := cache.problem():
         raise CommandError(problem)
-    pieces = [(*piece, device) for device in devices for kernel in kernels for piece in configs(kernel)]
+    pairs = [(kernel, device) for device in devices for kernel in kernels]
+    refusals = {pair: reason for pair in pairs if (reason := pair[0].supports(PROBLEM, pair[1]))}
+    pieces = [
+        (*piece, device) for kernel, device in pairs if (kernel, device) not in refusals for piece in configs(kernel)
+    ]
     rows, too_large, failures = [], [], []
     with Progress() as progress, warnings.catch_warnings():
         warnings.filterwarnings("error", message=".*cannot write the cache")
@@ -58,6 +62,8 @@ def run(args) -> int:
             rows.append(row(kernel, device, launch, binary))
     if rows:
         print(table(HEADER, rows))
+    for (kernel, device), reason in refusals.items():
+        print(f"{device.arch}: {kernel.name} is left out: {reason}")
     for line in skipped(too_large):
         print(line)
     for failure in failures:

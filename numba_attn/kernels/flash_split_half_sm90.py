@@ -92,15 +92,6 @@ TILES = (
     Config(192, groups=2, k_rows=64, part=64, slots=8, s_chains=1, o_columns=64),
     Config(256, groups=2, k_rows=64, part=128, slots=3, s_chains=1, o_columns=64),
 )
-VARIANTS = {
-    "2x128": Config(64, groups=2, k_rows=128, part=64, slots=6, s_chains=1, o_columns=64),
-    "2x64": Config(64, groups=2, k_rows=64, part=64, slots=8, s_chains=1, o_columns=64),
-    "k128": Config(128, groups=2, k_rows=128, part=64, slots=5, s_chains=1, o_columns=64),
-    "o64": Config(128, groups=2, k_rows=64, part=64, slots=10, s_chains=1, o_columns=64),
-    "3x64": Config(128, groups=3, k_rows=64, part=64, slots=8, s_chains=1, o_columns=64),
-    "part64": Config(256, groups=2, k_rows=64, part=64, slots=6, s_chains=1, o_columns=64),
-    "o128": Config(256, groups=2, k_rows=64, part=128, slots=3, s_chains=1, o_columns=128),
-}
 LEAST_ROWS, LEAST_FLOP = 64, 1e9  # below which other kernels are faster
 L2_BYTES = 32 * 1024 * 1024
 """Images of K and V that the blocks of one time should share in L2."""
