@@ -11,7 +11,7 @@ from llvmlite import ir
 from numba.cuda import types
 from numba.cuda.extending import intrinsic
 
-from numba_attn.device.verb import twin_of
+from numba_attn.device.verb import twin_of, verb
 
 _VOID = ir.VoidType()
 _F32 = ir.FloatType()
@@ -318,3 +318,13 @@ def named_barrier_sync(typingctx, name, threads):
 def named_barrier_arrive(typingctx, name, threads):
     """`barrier.arrive name, threads`: arrive without waiting."""
     return types.none(name, threads), _of_integers("barrier.arrive $0, $1;", convergent=True)
+
+
+def named_barrier_of(threads: int):
+    """The verb `sync(group)`: a barrier of `threads` threads, one of its own for each group."""
+
+    @verb
+    def sync(group):
+        named_barrier_sync(group + 1, threads)
+
+    return sync
