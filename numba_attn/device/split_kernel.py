@@ -216,27 +216,23 @@ def split_beside(config: SplitConfig, groups: int, sync):
         counts = cuda.shared.array(ROWS_SHAPE, int32)
         x = cuda.local.array(X_SHAPE, float32)
         y = cuda.local.array(X_SHAPE, float32)
-        if tile < last:
-            X, _, _, head, place, _ = locate(
-                tile, Q, K, V, Q_image, K_image, V_image, Q_record, K_record, V_record, scale
-            )
-            load(x, X, head, place, tid)
+        tile -= step
+        X, image, record, head, place, times = Q, Q_image, Q_record, 0, -1, scale
         while tile < last:
-            ahead = tile + step
-            if ahead < last:
-                X, _, _, head, place, _ = locate(
-                    ahead, Q, K, V, Q_image, K_image, V_image, Q_record, K_record, V_record, scale
+            tile += step
+            X2, image2, record2, head2, place2, times2 = X, image, record, head, place, times
+            if tile < last:
+                X2, image2, record2, head2, place2, times2 = locate(
+                    tile, Q, K, V, Q_image, K_image, V_image, Q_record, K_record, V_record, scale
                 )
-                load(y, X, head, place, tid)
-            X, image, record, head, place, times = locate(
-                tile, Q, K, V, Q_image, K_image, V_image, Q_record, K_record, V_record, scale
-            )
-            # What the last tile left is read.
-            sync(group)
-            store(x, image, record, head, place, times, X.shape[3], peaks, counts, group, tid)
+                load(y, X2, head2, place2, tid)
+            if place >= 0:
+                # What the last tile left is read.
+                sync(group)
+                store(x, image, record, head, place, times, X.shape[3], peaks, counts, group, tid)
             for i in range(X_SHAPE[0]):
                 for c in range(CHUNK):
                     x[i, c] = y[i, c]
-            tile = ahead
+            X, image, record, head, place, times = X2, image2, record2, head2, place2, times2
 
     return split
