@@ -10,7 +10,6 @@ from __future__ import annotations
 from collections.abc import Callable, Hashable, Iterator
 from dataclasses import dataclass
 from math import prod
-from typing import NamedTuple
 
 from numba_attn.device.math import cdiv
 from numba_attn.device.rescue_kernel import RescueConfig, build_rescue
@@ -36,14 +35,6 @@ class Batch:
 
     def parts(self, *names: str) -> tuple[str | Part, ...]:
         return tuple(map(self.part, names))
-
-
-class Split(NamedTuple):
-    """Tiles first .. last - 1, of those of Q, K and V in this order, for `split_kernel`."""
-
-    args: tuple[str | Part, ...]
-    first: int
-    last: int
 
 
 def no_more(heads: int, m_blocks: int) -> dict[str, Workspace]:
@@ -87,22 +78,16 @@ class ImageBatches:
             steps += [*between(batch), self._rescue(batch)]
         return tuple(steps)
 
-    def launches_beside(self, between: Callable[[Batch, Split, Split], tuple[Launch, ...]]) -> tuple[Launch, ...]:
-        """As `launches`, but most tiles are split by some blocks of the launches between.
+    def launches_beside(self, between: Callable[[Batch, Batch | None], tuple[Launch, ...]]) -> tuple[Launch, ...]:
+        """As `launches`, but V of each batch, and Q and K of the next one, are split by the launches between.
 
-        between: from a batch, the split that its first launch does besides (the batch's V), and the one that its last
-        launch does (Q and K of the next batch, whose images nobody needs any more by then).
+        between: from a batch and the next one.
         """
         batches, steps = list(self._batches()), []
+        first = batches[0]
+        steps = [self._split(first, self.q_tiles(first) + self.k_tiles(first))]
         for batch, following in zip(batches, [*batches[1:], None], strict=True):
-            if batch is batches[0]:
-                steps.append(self._split(batch, self.q_tiles(batch) + self.k_tiles(batch)))
-            first = self._n_tiles(batch, "Q") + self._n_tiles(batch, "K")
-            of_values = Split(self._split_args(batch), first, first + self.v_tiles(batch))
-            of_next = Split(self._split_args(batch), 0, 0)
-            if following:
-                of_next = Split(self._split_args(following), 0, self.q_tiles(following) + self.k_tiles(following))
-            steps += [*between(batch, of_values, of_next), self._rescue(batch)]
+            steps += [*between(batch, following), self._rescue(batch)]
         return tuple(steps)
 
     def launches_around(self, build: Callable, config: Hashable, **sizes) -> tuple[Launch, ...]:
@@ -116,16 +101,13 @@ class ImageBatches:
 
     def q_tiles(self, batch: Batch) -> int:
         """Tiles to split."""
-        return self._n_tiles(batch, "Q")
+        return batch.heads * self.tiles("Q", batch.m_blocks)
 
     def k_tiles(self, batch: Batch) -> int:
-        return 0 if batch.keys_are_there else self._n_tiles(batch, "K")
+        return 0 if batch.keys_are_there else batch.heads * self.tiles("K", batch.m_blocks)
 
     def v_tiles(self, batch: Batch) -> int:
-        return 0 if batch.keys_are_there else self._n_tiles(batch, "V")
-
-    def _n_tiles(self, batch: Batch, name: str) -> int:
-        return batch.heads * self.tiles(name, batch.m_blocks)
+        return 0 if batch.keys_are_there else batch.heads * self.tiles("V", batch.m_blocks)
 
     @property
     def split_config(self) -> SplitConfig:

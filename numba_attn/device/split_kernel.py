@@ -13,7 +13,7 @@ from numba import cuda, float32, int32
 
 from numba_attn.device.math import LOG2E, bits, from_bits
 from numba_attn.device.smem import vector_load
-from numba_attn.device.softmax import ALL_LANES, ONE, ZERO
+from numba_attn.device.softmax import ALL_LANES, ONE, ZERO, warp_max
 from numba_attn.device.split_half import (
     AMAX,
     CHUNK,
@@ -29,9 +29,10 @@ from numba_attn.device.split_half import (
     scales,
     write_image,
 )
+from numba_attn.device.tile import WARP
 from numba_attn.device.verb import verb
 
-NEIGHBOURS = (1, 2, 4)
+NEIGHBOURS, LANES = (1, 2, 4), (1, 2, 4, 8, 16)
 """Lane distances within eight lanes, which always have chunks of one row."""
 
 
@@ -125,8 +126,10 @@ def store_tile(config: SplitConfig, sync):
                 cuda.atomic.max(peaks, (group, row + STEP * i), peak)
         sync(group)
         peak = int32(0)
-        for r in range(ROWS):
+        for r in range(tid & 31, ROWS, WARP):
             peak = max(peak, peaks[group, r])
+        for distance in LANES:
+            peak = max(peak, cuda.shfl_xor_sync(ALL_LANES, peak, distance))
         amax = from_bits(peak)
 
         # its image
@@ -143,18 +146,21 @@ def store_tile(config: SplitConfig, sync):
             if tid & 7 == 0:
                 cuda.atomic.add(counts, (group, row + STEP * i), near)
         sync(group)
-        if tid == 0:
-            level, row_min = DENSE * amax if peak > 0 else INF, INF
-            for r in range(ROWS):
+        if tid < WARP:
+            row_min, sparse = INF, ZERO
+            for r in range(tid, ROWS, WARP):
                 if peaks[group, r] > 0:
                     row_min = min(row_min, from_bits(peaks[group, r]))
-                    level = level if 2 * counts[group, r] > d_left else ZERO
-            # A factor out of range is no scale: then fp32 has to do.
-            finite = (amax < INF) & (abs(times) * up < INF)
-            record[head, tile, AMAX] = amax * abs(times) if finite else INF
-            record[head, tile, LEVEL] = level * abs(times)
-            record[head, tile, ROW_MIN] = row_min
-            record[head, tile, UNSCALE] = down
+                    sparse = sparse if 2 * counts[group, r] > d_left else ONE
+            row_min, sparse = -warp_max(-row_min), warp_max(sparse)
+            if tid == 0:
+                level = ZERO if sparse > ZERO else DENSE * amax if peak > 0 else INF
+                # A factor out of range is no scale: then fp32 has to do.
+                finite = (amax < INF) & (abs(times) * up < INF)
+                record[head, tile, AMAX] = amax * abs(times) if finite else INF
+                record[head, tile, LEVEL] = level * abs(times)
+                record[head, tile, ROW_MIN] = row_min
+                record[head, tile, UNSCALE] = down
 
     return store
 
@@ -186,7 +192,7 @@ def build_split(config: SplitConfig):
 
 
 def split_beside(config: SplitConfig, groups: int, sync):
-    """The verb `split(tile, last, step, Q, .., V_record, scale, group, tid)`: every step-th tile.
+    """The verb `split(X, image, record, times, own, step, group, tid)`: the tiles own, own + step, .. of one operand.
 
     For blocks of a launch that does something else in its other blocks: the next tile of a group of threads is on its
     way while one is written. sync(group) is a barrier of the group's threads.
@@ -195,44 +201,23 @@ def split_beside(config: SplitConfig, groups: int, sync):
     load, store = load_tile(config), store_tile(config, sync)
 
     @verb
-    def split(
-        tile,
-        last,
-        step,
-        Q,
-        K,
-        V,
-        Q_image,
-        K_image,
-        V_image,
-        Q_record,
-        K_record,
-        V_record,
-        scale,
-        group,
-        tid,
-    ):
+    def split(X, image, record, times, own, step, group, tid):
         peaks = cuda.shared.array(ROWS_SHAPE, int32)
         counts = cuda.shared.array(ROWS_SHAPE, int32)
         x = cuda.local.array(X_SHAPE, float32)
         y = cuda.local.array(X_SHAPE, float32)
-        tile -= step
-        X, image, record, head, place, times = Q, Q_image, Q_record, 0, -1, scale
-        while tile < last:
-            tile += step
-            X2, image2, record2, head2, place2, times2 = X, image, record, head, place, times
-            if tile < last:
-                X2, image2, record2, head2, place2, times2 = locate(
-                    tile, Q, K, V, Q_image, K_image, V_image, Q_record, K_record, V_record, scale
-                )
-                load(y, X2, head2, place2, tid)
-            if place >= 0:
+        tiles = record.shape[1]
+        last = record.shape[0] * tiles
+        for tile in range(own - step, last, step):
+            ahead = tile + step
+            if ahead < last:
+                load(y, X, ahead // tiles, ahead % tiles, tid)
+            if tile >= 0:
                 # What the last tile left is read.
                 sync(group)
-                store(x, image, record, head, place, times, X.shape[3], peaks, counts, group, tid)
+                store(x, image, record, tile // tiles, tile % tiles, times, X.shape[3], peaks, counts, group, tid)
             for i in range(X_SHAPE[0]):
                 for c in range(CHUNK):
                     x[i, c] = y[i, c]
-            X, image, record, head, place, times = X2, image2, record2, head2, place2, times2
 
     return split

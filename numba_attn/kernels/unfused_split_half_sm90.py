@@ -14,17 +14,16 @@ from numba import cuda, float32
 
 from numba_attn.device import mma_tile, wgmma_product, wgmma_tile
 from numba_attn.device.mask import Mask
-from numba_attn.device.math import bits, cdiv
+from numba_attn.device.math import LOG2E, bits, cdiv
 from numba_attn.device.mma_product import TILE, TILE_BYTES, TILE_WORDS
-from numba_attn.device.ptx import named_barrier_of, setmaxnreg
+from numba_attn.device.ptx import setmaxnreg
 from numba_attn.device.smem import shared_memory
 from numba_attn.device.softmax import ONE
 from numba_attn.device.split_half import PEAK, ROW_BYTES, UNSCALE, WORD_BYTES, scales
-from numba_attn.device.split_kernel import SplitConfig, split_beside
 from numba_attn.device.weights_kernel import WeightsConfig, build_weights
 from numba_attn.device.wgmma_fragments import GROUP_THREADS
 from numba_attn.device.wgmma_product import AT_ONCE, GROUPS, SLOT_BYTES
-from numba_attn.images import IMAGES, RECORDS, Batch, ImageBatches, Split
+from numba_attn.images import IMAGES, RECORDS, Batch, ImageBatches
 from numba_attn.kernel import Kernel, Launch, Workspace
 from numba_attn.problem import Device, Problem
 
@@ -52,8 +51,7 @@ class Config:
         return self.slots * (SLOT_BYTES + 2 * wgmma_tile.BARRIER_BYTES)
 
 
-SPLITTERS = GROUPS + 1  # warpgroups that split beside
-STEPS_OF_SPLIT = 0.4
+STEPS_OF_SPLIT = 0.25
 """What splitting a tile costs, in steps of a block of a product, 128 x 256 x 64."""
 SMS = 132
 """Blocks of a launch at most, each of which takes an SM: more work is dealt out in turns."""
@@ -114,29 +112,30 @@ def launches(problem: Problem, config: Config) -> tuple[Launch, ...]:
     tiles, weights = images(problem), WeightsConfig(BLOCK_M, TILE, config.is_causal)
     n_blocks, d_blocks = cdiv(problem.Lk, BLOCK_N), cdiv(problem.Dv, BLOCK_N)
 
-    def launch(build, blocks: int, steps: int, args: tuple, split: Split) -> Launch:
-        """`blocks` blocks of a product, with as many steps each, beside a split."""
-        n_split = split.last - split.first
-        work = n_split * STEPS_OF_SPLIT / max(1, n_split * STEPS_OF_SPLIT + blocks * steps)
-        splitting = min(n_split, max(ceil(SMS * work), SMS - blocks))
-        grid = splitting + max(1, min(SMS - splitting, blocks))
-        args = (*args, *split.args, split.first, split.last, splitting)
-        return Launch(build, config, args, grid, config.threads, config.smem_bytes)
+    def launch(build, args: tuple, blocks: int, steps: int, *split: int) -> Launch:
+        """`blocks` blocks of a product, with as many steps each, and beside it those that split so many tiles."""
+        work = blocks * steps + sum(split) * STEPS_OF_SPLIT
+        splitting = [min(n, ceil(SMS * n * STEPS_OF_SPLIT / work)) for n in split]
+        grid = sum(splitting) + max(1, min(SMS - sum(splitting), blocks))
+        return Launch(build, config, (*args, *splitting), grid, config.threads, config.smem_bytes)
 
-    def between(batch: Batch, of_values: Split, of_next: Split) -> tuple[Launch, ...]:
+    def between(batch: Batch, following: Batch | None) -> tuple[Launch, ...]:
         blocks, row = batch.heads * batch.m_blocks, batch.first_row
         Q_image, K_image, V_image = batch.parts(*IMAGES)
         Q_record, K_record, V_record = records = batch.parts(*RECORDS)
-        Q, K, O, lse, P, M, L, V_amax, unsafe = batch.parts(
-            "Q", "K", "O", "lse", "P_image", "M", "L", "V_amax", "unsafe"
-        )
-        of_scores = (Q, K, Q_image, K_image, Q_record, K_record, P, M, L, unsafe, row)
+        Q, K, V, O, lse = batch.parts("Q", "K", "V", "O", "lse")
+        P, M, L, V_amax, unsafe = batch.parts("P_image", "M", "L", "V_amax", "unsafe")
+        of_scores = (Q, K, Q_image, K_image, Q_record, K_record, P, M, L, unsafe, row, V, V_image, V_record)
         of_weights = (Q, K, *records, M, L, V_amax, unsafe, lse, "scale", row)
         of_outputs = (Q, K, P, V_image, V_record, M, V_amax, unsafe, O, row)
+        next_ones = (following or batch).parts("Q", "Q_image", "Q_record", "K", "K_image", "K_record")
+        n_next = (tiles.q_tiles(following), tiles.k_tiles(following)) if following else (0, 0)
         return (
-            launch(build_scores, blocks * n_blocks, cdiv(problem.D, TILE), of_scores, of_values),
+            launch(build_scores, of_scores, blocks * n_blocks, cdiv(problem.D, TILE), tiles.v_tiles(batch)),
             Launch(build_weights, weights, of_weights, blocks, weights.rows),
-            launch(build_outputs, blocks * d_blocks, cdiv(problem.Lk, TILE), of_outputs, of_next),
+            launch(
+                build_outputs, (*of_outputs, *next_ones, "scale"), blocks * d_blocks, cdiv(problem.Lk, TILE), *n_next
+            ),
         )
 
     return tiles.launches_beside(between)
@@ -149,7 +148,7 @@ def build_scores(config: Config):
     following, claim, give_back = wgmma_tile.ring(SLOTS), wgmma_product.claim(SLOTS), wgmma_product.give_back(SLOTS)
     copy_left, copy_right = wgmma_product.copy_left(), wgmma_product.copy_right()
     start_ring = wgmma_product.start_ring(SLOTS, READERS)
-    split = split_beside(SplitConfig(TILE, TILE, config.vector), SPLITTERS, named_barrier_of(GROUP_THREADS))
+    split = wgmma_product.split_beside(config.vector)
     start = wgmma_product.start(PANELS)
     multiply, multiply_more = (wgmma_product.multiply(half, SLOTS, transposed=False) for half in range(2))
     load_units = wgmma_product.load_units(PANELS)
@@ -160,60 +159,21 @@ def build_scores(config: Config):
 
     @cuda.jit
     def scores(
-        Q,
-        K,
-        Q_image,
-        K_image,
-        Q_record,
-        K_record,
-        P_image,
-        M,
-        L,
-        unsafe,
-        first_row,
-        sQ,
-        sK,
-        sV,
-        sQ_image,
-        sK_image,
-        sV_image,
-        sQ_record,
-        sK_record,
-        sV_record,
-        scale,
-        first,
-        last,
-        splitting,
+        Q, K, Q_image, K_image, Q_record, K_record, P_image, M, L, unsafe, first_row, V, V_image, V_record, splitting
     ):
-        # who am I: a block that splits, or one that has every stride-th block of S; a warpgroup there owns 64 rows
+        # who am I: a block that splits V, or one that has every stride-th block of S; a warpgroup there owns 64 rows
         Lq, D, Lk = Q.shape[2], Q.shape[3], K.shape[2]
         heads, m_blocks = unsafe.shape
         tid, group = cuda.threadIdx.x, cuda.threadIdx.x // GROUP_THREADS
-        if cuda.blockIdx.x < splitting:
-            tile, step = first + cuda.blockIdx.x * SPLITTERS + group, splitting * SPLITTERS
-            split(
-                tile,
-                last,
-                step,
-                sQ,
-                sK,
-                sV,
-                sQ_image,
-                sK_image,
-                sV_image,
-                sQ_record,
-                sK_record,
-                sV_record,
-                scale,
-                group,
-                tid % GROUP_THREADS,
-            )
+        own, stride = cuda.blockIdx.x - splitting, cuda.gridDim.x - splitting
+        if own < 0:
+            split(V, V_image, V_record, ONE, cuda.blockIdx.x, splitting, group, tid)
             return
         slabs, groups = (D + TILE - 1) // TILE, M.shape[1]
         ring = shared_memory()
         start_ring(ring, tid)
         # Blocks that count are dealt out in turns: this one's next starts n0 columns behind the first of the row.
-        turn, n0, stride = 0, (cuda.blockIdx.x - splitting) * BLOCK_N, (cuda.gridDim.x - splitting) * BLOCK_N
+        turn, n0, stride = 0, own * BLOCK_N, stride * BLOCK_N
 
         if tid >= CONSUMERS:
             # copy tiles of Q and K as slots become free
@@ -285,7 +245,7 @@ def build_outputs(config: Config):
     following, claim, give_back = wgmma_tile.ring(SLOTS), wgmma_product.claim(SLOTS), wgmma_product.give_back(SLOTS)
     copy_left, copy_right = wgmma_product.copy_left(), wgmma_product.copy_right()
     start_ring = wgmma_product.start_ring(SLOTS, READERS)
-    split = split_beside(SplitConfig(TILE, TILE, config.vector), SPLITTERS, named_barrier_of(GROUP_THREADS))
+    split = wgmma_product.split_beside(config.vector)
     start = wgmma_product.start(PANELS)
     multiply, multiply_more = (wgmma_product.multiply(half, SLOTS, transposed=True) for half in range(2))
     load_factors = wgmma_product.load_factors(PANELS)
@@ -304,49 +264,31 @@ def build_outputs(config: Config):
         unsafe,
         O,
         first_row,
-        sQ,
-        sK,
-        sV,
-        sQ_image,
-        sK_image,
-        sV_image,
-        sQ_record,
-        sK_record,
-        sV_record,
+        Q2,
+        Q2_image,
+        Q2_record,
+        K2,
+        K2_image,
+        K2_record,
         scale,
-        first,
-        last,
-        splitting,
+        splitting_q,
+        splitting_k,
     ):
-        # who am I: a block that splits, or one that has every stride-th block of O; a warpgroup there owns 64 rows
+        # who am I: a block that splits Q or K of the next batch, or one that has every stride-th block of O
         H, Lq, Lk, Dv = Q.shape[1], Q.shape[2], K.shape[2], O.shape[3]
         (heads, m_blocks), d_blocks = unsafe.shape, (Dv + BLOCK_N - 1) // BLOCK_N
         tid, group = cuda.threadIdx.x, cuda.threadIdx.x // GROUP_THREADS
-        if cuda.blockIdx.x < splitting:
-            tile, step = first + cuda.blockIdx.x * SPLITTERS + group, splitting * SPLITTERS
-            split(
-                tile,
-                last,
-                step,
-                sQ,
-                sK,
-                sV,
-                sQ_image,
-                sK_image,
-                sV_image,
-                sQ_record,
-                sK_record,
-                sV_record,
-                scale,
-                group,
-                tid % GROUP_THREADS,
-            )
+        own, stride = cuda.blockIdx.x - splitting_q - splitting_k, cuda.gridDim.x - splitting_q - splitting_k
+        if own < 0:
+            X, image, record, times, own, stride = Q2, Q2_image, Q2_record, scale * LOG2E, cuda.blockIdx.x, splitting_q
+            if cuda.blockIdx.x >= splitting_q:
+                X, image, record, times, own, stride = K2, K2_image, K2_record, ONE, own + splitting_k, splitting_k
+            split(X, image, record, times, own, stride, group, tid)
             return
         slabs, groups = (Dv + TILE - 1) // TILE, W.shape[1]
         ring = shared_memory()
         start_ring(ring, tid)
         turn = 0
-        own, stride = cuda.blockIdx.x - splitting, cuda.gridDim.x - splitting
 
         if tid >= CONSUMERS:
             # copy tiles of P and V as slots become free
