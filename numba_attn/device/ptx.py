@@ -11,7 +11,7 @@ from llvmlite import ir
 from numba.cuda import types
 from numba.cuda.extending import intrinsic
 
-from numba_attn.device.verb import twin_of, verb
+from numba_attn.device.verb import twin_of
 
 _VOID = ir.VoidType()
 _F32 = ir.FloatType()
@@ -320,11 +320,17 @@ def named_barrier_arrive(typingctx, name, threads):
     return types.none(name, threads), _of_integers("barrier.arrive $0, $1;", convergent=True)
 
 
-def named_barrier_of(threads: int):
-    """The verb `sync(group)`: a barrier of `threads` threads, one of its own for each group."""
+@intrinsic
+def let_next_launch_start(typingctx):
+    """`griddepcontrol.launch_dependents` (sm_90): once all blocks came here, a launch beside this one may start."""
+    return types.none(), _of_integers("griddepcontrol.launch_dependents;")
 
-    @verb
-    def sync(group):
-        named_barrier_sync(group + 1, threads)
 
-    return sync
+@intrinsic
+def wait_for_launch_before(typingctx):
+    """`griddepcontrol.wait` (sm_90): wait until the launch that this one runs beside has ended; see its results."""
+    return types.none(), _of_integers("griddepcontrol.wait;")
+
+
+for _launch_control in (let_next_launch_start, wait_for_launch_before):
+    twin_of(_launch_control)(lambda thread: None)

@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from numba import cuda, float32, int32
 
 from numba_attn.device.math import LOG2E, bits, from_bits
+from numba_attn.device.ptx import wait_for_launch_before
 from numba_attn.device.smem import vector_load
 from numba_attn.device.softmax import ALL_LANES, ONE, ZERO, warp_max
 from numba_attn.device.split_half import (
@@ -41,6 +42,8 @@ class SplitConfig:
     rows: int
     columns: int
     vector: int
+    is_beside: bool = False
+    """Beside the launch before."""
 
     @property
     def threads(self) -> int:
@@ -94,10 +97,10 @@ def load_tile(config: SplitConfig):
     return load
 
 
-def store_tile(config: SplitConfig, sync):
-    """The verb `store(x, image, record, head, tile, times, D, peaks, counts, group, tid)`: image and record of a tile.
+def store_tile(config: SplitConfig):
+    """The verb `store(x, image, record, head, tile, times, D, peaks, counts, tid)`: image and record of a tile.
 
-    peaks, counts: shared, [group, row]; sync(group) is a barrier of the group's threads.
+    peaks, counts: shared, by row.
     """
     ROWS, COLUMNS, CHUNKS, THREADS = config.rows, config.columns, padded(config.columns) // CHUNK, config.threads
     TILE_WORDS = image_words(ROWS, config.columns)
@@ -107,13 +110,13 @@ def store_tile(config: SplitConfig, sync):
     word = image_word(ROWS)
 
     @verb
-    def store(x, image, record, head, tile, times, D, peaks, counts, group, tid):
+    def store(x, image, record, head, tile, times, D, peaks, counts, tid):
         d_left = min(D - tile % ((D + COLUMNS - 1) // COLUMNS) * COLUMNS, COLUMNS)
         chunk, row = tid % CHUNKS, tid // CHUNKS
         for r in range(tid, ROWS, THREADS):
-            peaks[group, r] = 0
-            counts[group, r] = 0
-        sync(group)
+            peaks[r] = 0
+            counts[r] = 0
+        cuda.syncthreads()
 
         # the largest magnitude of each row and of all; bits of magnitudes are ordered as these are, NaN being the last
         for i in range(TURNS):
@@ -123,11 +126,11 @@ def store_tile(config: SplitConfig, sync):
             for distance in NEIGHBOURS:
                 peak = max(peak, cuda.shfl_xor_sync(ALL_LANES, peak, distance))
             if tid & 7 == 0:
-                cuda.atomic.max(peaks, (group, row + STEP * i), peak)
-        sync(group)
+                cuda.atomic.max(peaks, row + STEP * i, peak)
+        cuda.syncthreads()
         peak = int32(0)
         for r in range(tid & 31, ROWS, WARP):
-            peak = max(peak, peaks[group, r])
+            peak = max(peak, peaks[r])
         for distance in LANES:
             peak = max(peak, cuda.shfl_xor_sync(ALL_LANES, peak, distance))
         amax = from_bits(peak)
@@ -144,14 +147,14 @@ def store_tile(config: SplitConfig, sync):
             for distance in NEIGHBOURS:
                 near += cuda.shfl_xor_sync(ALL_LANES, near, distance)
             if tid & 7 == 0:
-                cuda.atomic.add(counts, (group, row + STEP * i), near)
-        sync(group)
+                cuda.atomic.add(counts, row + STEP * i, near)
+        cuda.syncthreads()
         if tid < WARP:
             row_min, sparse = INF, ZERO
             for r in range(tid, ROWS, WARP):
-                if peaks[group, r] > 0:
-                    row_min = min(row_min, from_bits(peaks[group, r]))
-                    sparse = sparse if 2 * counts[group, r] > d_left else ONE
+                if peaks[r] > 0:
+                    row_min = min(row_min, from_bits(peaks[r]))
+                    sparse = sparse if 2 * counts[r] > d_left else ONE
             row_min, sparse = -warp_max(-row_min), warp_max(sparse)
             if tid == 0:
                 level = ZERO if sparse > ZERO else DENSE * amax if peak > 0 else INF
@@ -166,58 +169,27 @@ def store_tile(config: SplitConfig, sync):
 
 
 def build_split(config: SplitConfig):
-    """`split_halves(Q, K, V, Q_image, .., V_record, scale)`: Q is taken times scale log2(e)."""
-    X_SHAPE, ROWS_SHAPE = (config.rows // row_step(config.rows), CHUNK), (1, config.rows)
-    load = load_tile(config)
+    """`split_halves(Q, K, V, Q_image, .., V_record, scale, first)`: Q is taken times scale log2(e).
 
-    @verb
-    def sync(group):
-        cuda.syncthreads()
-
-    store = store_tile(config, sync)
+    first: the first tile to split, see `locate`; one block a tile.
+    """
+    X_SHAPE, ROWS, IS_BESIDE = (config.rows // row_step(config.rows), CHUNK), config.rows, config.is_beside
+    load, store = load_tile(config), store_tile(config)
 
     @cuda.jit
-    def split_halves(Q, K, V, Q_image, K_image, V_image, Q_record, K_record, V_record, scale):
+    def split_halves(Q, K, V, Q_image, K_image, V_image, Q_record, K_record, V_record, scale, first):
         # who am I: block -> operand, head, tile; thread -> one chunk of every row_step-th row
         X, image, record, head, tile, times = locate(
-            cuda.blockIdx.x, Q, K, V, Q_image, K_image, V_image, Q_record, K_record, V_record, scale
+            first + cuda.blockIdx.x, Q, K, V, Q_image, K_image, V_image, Q_record, K_record, V_record, scale
         )
-        peaks = cuda.shared.array(ROWS_SHAPE, int32)  # of each row, the bits of its largest magnitude
-        counts = cuda.shared.array(ROWS_SHAPE, int32)  # of each row, how many elements come near the tile's largest
+        peaks = cuda.shared.array(ROWS, int32)  # of each row, the bits of its largest magnitude
+        counts = cuda.shared.array(ROWS, int32)  # of each row, how many elements come near the tile's largest
         x = cuda.local.array(X_SHAPE, float32)
         load(x, X, head, tile, cuda.threadIdx.x)
-        store(x, image, record, head, tile, times, X.shape[3], peaks, counts, 0, cuda.threadIdx.x)
+        store(x, image, record, head, tile, times, X.shape[3], peaks, counts, cuda.threadIdx.x)
+        if IS_BESIDE:
+            # One block waits for all, so that whoever comes next may count on both launches.
+            if cuda.blockIdx.x == cuda.gridDim.x - 1:
+                wait_for_launch_before()
 
     return split_halves
-
-
-def split_beside(config: SplitConfig, groups: int, sync):
-    """The verb `split(X, image, record, times, own, step, group, tid)`: the tiles own, own + step, .. of one operand.
-
-    For blocks of a launch that does something else in its other blocks: the next tile of a group of threads is on its
-    way while one is written. sync(group) is a barrier of the group's threads.
-    """
-    X_SHAPE, ROWS_SHAPE = (config.rows // row_step(config.rows), CHUNK), (groups, config.rows)
-    load, store = load_tile(config), store_tile(config, sync)
-
-    @verb
-    def split(X, image, record, times, own, step, group, tid):
-        peaks = cuda.shared.array(ROWS_SHAPE, int32)
-        counts = cuda.shared.array(ROWS_SHAPE, int32)
-        x = cuda.local.array(X_SHAPE, float32)
-        y = cuda.local.array(X_SHAPE, float32)
-        tiles = record.shape[1]
-        last = record.shape[0] * tiles
-        for tile in range(own - step, last, step):
-            ahead = tile + step
-            if ahead < last:
-                load(y, X, ahead // tiles, ahead % tiles, tid)
-            if tile >= 0:
-                # What the last tile left is read.
-                sync(group)
-                store(x, image, record, tile // tiles, tile % tiles, times, X.shape[3], peaks, counts, group, tid)
-            for i in range(X_SHAPE[0]):
-                for c in range(CHUNK):
-                    x[i, c] = y[i, c]
-
-    return split

@@ -10,7 +10,6 @@ from __future__ import annotations
 import numpy as np
 from numba import cuda, int32
 
-from numba_attn.device import split_kernel
 from numba_attn.device.fragments import N
 from numba_attn.device.mma_product import TILE, TILE_BYTES, TILE_WORDS
 from numba_attn.device.ptx import (
@@ -18,18 +17,15 @@ from numba_attn.device.ptx import (
     mbarrier_arrive_expect,
     mbarrier_init,
     mbarrier_wait,
-    named_barrier_of,
 )
 from numba_attn.device.split_half import ROW_BYTES, UNSCALE, WORD_BYTES, plane_bytes, split, unit_of
 from numba_attn.device.unrolled import unrolled
 from numba_attn.device.verb import verb
-from numba_attn.device.wgmma_fragments import GROUP_THREADS, STEP, Matrix
+from numba_attn.device.wgmma_fragments import STEP, Matrix
 from numba_attn.device.wgmma_tile import BARRIER_BYTES, SMALL_FIRST
 
 GROUPS = 2
 """Warpgroups that multiply: as many rows as a slot has."""
-SPLITTERS = GROUPS + 1
-"""Warpgroups of a block that splits instead."""
 SLOT_BYTES = 2 * TILE_BYTES
 AT_ONCE = 2 * TILE
 """Columns of one sum."""
@@ -68,23 +64,6 @@ def start_ring(slots: int, readers: int):
         cuda.syncthreads()
 
     return start
-
-
-def split_beside(vector: int):
-    """The verb `split(X, image, record, times, own, step, group, tid)`: the tiles of one operand, beside products.
-
-    It has every step-th part of the work, from part `own` on, each of its warpgroups a tile at a time.
-    """
-    split_tiles = split_kernel.split_beside(
-        split_kernel.SplitConfig(TILE, TILE, vector), SPLITTERS, named_barrier_of(GROUP_THREADS)
-    )
-
-    @verb
-    def split(X, image, record, times, own, step, group, tid):
-        own, step = own * SPLITTERS + group, step * SPLITTERS
-        split_tiles(X, image, record, times, own, step, group, tid % GROUP_THREADS)
-
-    return split
 
 
 def claim(slots: int):

@@ -14,9 +14,9 @@ from numba import cuda, float32
 
 from numba_attn.device import mma_tile, wgmma_product, wgmma_tile
 from numba_attn.device.mask import Mask
-from numba_attn.device.math import LOG2E, bits, cdiv
+from numba_attn.device.math import bits, cdiv
 from numba_attn.device.mma_product import TILE, TILE_BYTES, TILE_WORDS
-from numba_attn.device.ptx import setmaxnreg
+from numba_attn.device.ptx import let_next_launch_start, setmaxnreg
 from numba_attn.device.smem import shared_memory
 from numba_attn.device.softmax import ONE
 from numba_attn.device.split_half import PEAK, ROW_BYTES, UNSCALE, WORD_BYTES, scales
@@ -51,10 +51,9 @@ class Config:
         return self.slots * (SLOT_BYTES + 2 * wgmma_tile.BARRIER_BYTES)
 
 
+SMS = 132  # of an H100 or H200, each of which takes one block of a product
 STEPS_OF_SPLIT = 0.25
 """What splitting a tile costs, in steps of a block of a product, 128 x 256 x 64."""
-SMS = 132
-"""Blocks of a launch at most, each of which takes an SM: more work is dealt out in turns."""
 LEAST_ROWS, LEAST_FLOP = 64, 1e9  # below which other kernels are faster
 FUSED_COLUMNS = 256
 
@@ -109,36 +108,31 @@ def workspace(problem: Problem, config: Config) -> dict[str, Workspace]:
 
 
 def launches(problem: Problem, config: Config) -> tuple[Launch, ...]:
-    tiles, weights = images(problem), WeightsConfig(BLOCK_M, TILE, config.is_causal)
+    weights = WeightsConfig(BLOCK_M, TILE, config.is_causal)
     n_blocks, d_blocks = cdiv(problem.Lk, BLOCK_N), cdiv(problem.Dv, BLOCK_N)
 
-    def launch(build, args: tuple, blocks: int, steps: int, *split: int) -> Launch:
-        """`blocks` blocks of a product, with as many steps each, and beside it those that split so many tiles."""
-        work = blocks * steps + sum(split) * STEPS_OF_SPLIT
-        splitting = [min(n, ceil(SMS * n * STEPS_OF_SPLIT / work)) for n in split]
-        grid = sum(splitting) + max(1, min(SMS - sum(splitting), blocks))
-        return Launch(build, config, (*args, *splitting), grid, config.threads, config.smem_bytes)
+    def launch(build, args: tuple, blocks: int, steps: int, beside: int) -> Launch:
+        """`blocks` blocks of a product, with so many steps each, on all SMs that `beside` tiles to split leave."""
+        splitting = ceil(SMS * beside / (beside + blocks * steps / STEPS_OF_SPLIT)) if beside else 0
+        grid = max(1, min(SMS - splitting, blocks))
+        return Launch(build, config, args, grid, config.threads, config.smem_bytes)
 
-    def between(batch: Batch, following: Batch | None) -> tuple[Launch, ...]:
+    def between(batch: Batch, of_values: int, of_next: int) -> tuple[Launch, ...]:
         blocks, row = batch.heads * batch.m_blocks, batch.first_row
         Q_image, K_image, V_image = batch.parts(*IMAGES)
         Q_record, K_record, V_record = records = batch.parts(*RECORDS)
-        Q, K, V, O, lse = batch.parts("Q", "K", "V", "O", "lse")
+        Q, K, O, lse = batch.parts("Q", "K", "O", "lse")
         P, M, L, V_amax, unsafe = batch.parts("P_image", "M", "L", "V_amax", "unsafe")
-        of_scores = (Q, K, Q_image, K_image, Q_record, K_record, P, M, L, unsafe, row, V, V_image, V_record)
+        of_scores = (Q, K, Q_image, K_image, Q_record, K_record, P, M, L, unsafe, row)
         of_weights = (Q, K, *records, M, L, V_amax, unsafe, lse, "scale", row)
         of_outputs = (Q, K, P, V_image, V_record, M, V_amax, unsafe, O, row)
-        next_ones = (following or batch).parts("Q", "Q_image", "Q_record", "K", "K_image", "K_record")
-        n_next = (tiles.q_tiles(following), tiles.k_tiles(following)) if following else (0, 0)
         return (
-            launch(build_scores, of_scores, blocks * n_blocks, cdiv(problem.D, TILE), tiles.v_tiles(batch)),
+            launch(build_scores, of_scores, blocks * n_blocks, cdiv(problem.D, TILE), of_values),
             Launch(build_weights, weights, of_weights, blocks, weights.rows),
-            launch(
-                build_outputs, (*of_outputs, *next_ones, "scale"), blocks * d_blocks, cdiv(problem.Lk, TILE), *n_next
-            ),
+            launch(build_outputs, of_outputs, blocks * d_blocks, cdiv(problem.Lk, TILE), of_next),
         )
 
-    return tiles.launches_beside(between)
+    return images(problem).launches_beside(between)
 
 
 def build_scores(config: Config):
@@ -148,7 +142,6 @@ def build_scores(config: Config):
     following, claim, give_back = wgmma_tile.ring(SLOTS), wgmma_product.claim(SLOTS), wgmma_product.give_back(SLOTS)
     copy_left, copy_right = wgmma_product.copy_left(), wgmma_product.copy_right()
     start_ring = wgmma_product.start_ring(SLOTS, READERS)
-    split = wgmma_product.split_beside(config.vector)
     start = wgmma_product.start(PANELS)
     multiply, multiply_more = (wgmma_product.multiply(half, SLOTS, transposed=False) for half in range(2))
     load_units = wgmma_product.load_units(PANELS)
@@ -158,22 +151,17 @@ def build_scores(config: Config):
     store_statistics = wgmma_product.store_statistics(PANELS)
 
     @cuda.jit
-    def scores(
-        Q, K, Q_image, K_image, Q_record, K_record, P_image, M, L, unsafe, first_row, V, V_image, V_record, splitting
-    ):
-        # who am I: a block that splits V, or one that has every stride-th block of S; a warpgroup there owns 64 rows
+    def scores(Q, K, Q_image, K_image, Q_record, K_record, P_image, M, L, unsafe, first_row):
+        # who am I: every gridDim-th block of S; a warpgroup owns 64 rows of it, the last one copies
+        let_next_launch_start()
         Lq, D, Lk = Q.shape[2], Q.shape[3], K.shape[2]
         heads, m_blocks = unsafe.shape
         tid, group = cuda.threadIdx.x, cuda.threadIdx.x // GROUP_THREADS
-        own, stride = cuda.blockIdx.x - splitting, cuda.gridDim.x - splitting
-        if own < 0:
-            split(V, V_image, V_record, ONE, cuda.blockIdx.x, splitting, group, tid)
-            return
         slabs, groups = (D + TILE - 1) // TILE, M.shape[1]
         ring = shared_memory()
         start_ring(ring, tid)
         # Blocks that count are dealt out in turns: this one's next starts n0 columns behind the first of the row.
-        turn, n0, stride = 0, own * BLOCK_N, stride * BLOCK_N
+        turn, n0, stride = 0, cuda.blockIdx.x * BLOCK_N, cuda.gridDim.x * BLOCK_N
 
         if tid >= CONSUMERS:
             # copy tiles of Q and K as slots become free
@@ -245,7 +233,6 @@ def build_outputs(config: Config):
     following, claim, give_back = wgmma_tile.ring(SLOTS), wgmma_product.claim(SLOTS), wgmma_product.give_back(SLOTS)
     copy_left, copy_right = wgmma_product.copy_left(), wgmma_product.copy_right()
     start_ring = wgmma_product.start_ring(SLOTS, READERS)
-    split = wgmma_product.split_beside(config.vector)
     start = wgmma_product.start(PANELS)
     multiply, multiply_more = (wgmma_product.multiply(half, SLOTS, transposed=True) for half in range(2))
     load_factors = wgmma_product.load_factors(PANELS)
@@ -253,38 +240,12 @@ def build_outputs(config: Config):
     store = wgmma_product.store_outputs(PANELS, config.vector)
 
     @cuda.jit
-    def outputs(
-        Q,
-        K,
-        P_image,
-        V_image,
-        V_record,
-        W,
-        V_amax,
-        unsafe,
-        O,
-        first_row,
-        Q2,
-        Q2_image,
-        Q2_record,
-        K2,
-        K2_image,
-        K2_record,
-        scale,
-        splitting_q,
-        splitting_k,
-    ):
-        # who am I: a block that splits Q or K of the next batch, or one that has every stride-th block of O
+    def outputs(Q, K, P_image, V_image, V_record, W, V_amax, unsafe, O, first_row):
+        # who am I: every gridDim-th block of O; a warpgroup owns 64 rows of it, the last one copies
+        let_next_launch_start()
         H, Lq, Lk, Dv = Q.shape[1], Q.shape[2], K.shape[2], O.shape[3]
         (heads, m_blocks), d_blocks = unsafe.shape, (Dv + BLOCK_N - 1) // BLOCK_N
         tid, group = cuda.threadIdx.x, cuda.threadIdx.x // GROUP_THREADS
-        own, stride = cuda.blockIdx.x - splitting_q - splitting_k, cuda.gridDim.x - splitting_q - splitting_k
-        if own < 0:
-            X, image, record, times, own, stride = Q2, Q2_image, Q2_record, scale * LOG2E, cuda.blockIdx.x, splitting_q
-            if cuda.blockIdx.x >= splitting_q:
-                X, image, record, times, own, stride = K2, K2_image, K2_record, ONE, own + splitting_k, splitting_k
-            split(X, image, record, times, own, stride, group, tid)
-            return
         slabs, groups = (Dv + TILE - 1) // TILE, W.shape[1]
         ring = shared_memory()
         start_ring(ring, tid)
@@ -294,7 +255,7 @@ def build_outputs(config: Config):
             # copy tiles of P and V as slots become free
             few()
             if tid == CONSUMERS:
-                for block in range(own, heads * m_blocks * d_blocks, stride):
+                for block in range(cuda.blockIdx.x, heads * m_blocks * d_blocks, cuda.gridDim.x):
                     head, m_block, d_block = place(block, heads, m_blocks, d_blocks)
                     end = end_of_row(first_row + min((m_block + 1) * BLOCK_M, Lq) - 1, Lk)
                     gP, gV = P_image[head], V_image[head]
@@ -315,7 +276,7 @@ def build_outputs(config: Config):
             lane = tid & 31
             acc = cuda.local.array(PATCH_SHAPE, float32)
             factor = cuda.local.array(ROW_SHAPE, float32)
-            for block in range(own, heads * m_blocks * d_blocks, stride):
+            for block in range(cuda.blockIdx.x, heads * m_blocks * d_blocks, cuda.gridDim.x):
                 head, m_block, d_block = place(block, heads, m_blocks, d_blocks)
                 if unsafe[head, m_block] == 0:
                     # O = sum w P V
