@@ -74,34 +74,7 @@ class ImageBatches:
         """Per batch: split, the launches between, rescue."""
         steps = []
         for batch in self._batches():
-            of_q, of_k, of_v = self._to_split(batch)
-            steps += [self._split(batch, 0, of_q + of_k + of_v), *between(batch), self._rescue(batch)]
-        return tuple(steps)
-
-    def launches_beside(
-        self, between: Callable[[Batch, int, int], tuple[Launch, Launch, Launch]]
-    ) -> tuple[Launch, ...]:
-        """As `launches`, but V is split beside the first of three launches between, and beside the last Q and K of the
-        next batch, by the SMs that these two leave free.
-
-        between: from a batch and how many tiles are split beside its first and its last launch.
-        """
-        batches = list(self._batches())
-        to_split = list(map(self._to_split, batches))
-        steps = [self._split(batches[0], 0, sum(to_split[0][:2]))]
-        for i, batch in enumerate(batches):
-            of_q, of_k, of_v = to_split[i]
-            of_next = sum(to_split[i + 1][:2]) if i + 1 < len(batches) else 0
-            first, second, last = between(batch, of_v, of_next)
-            steps.append(first)
-            if of_v:
-                # Behind K whether it is split anew or not.
-                start = of_q + batch.heads * self.tiles("K", batch.m_blocks)
-                steps.append(self._split(batch, start, of_v, is_beside=True))
-            steps += [second, last]
-            if of_next:
-                steps.append(self._split(batches[i + 1], 0, of_next, is_beside=True))
-            steps.append(self._rescue(batch))
+            steps += [self._split(batch), *between(batch), self._rescue(batch)]
         return tuple(steps)
 
     def launches_around(self, build: Callable, config: Hashable, **sizes) -> tuple[Launch, ...]:
@@ -113,18 +86,12 @@ class ImageBatches:
 
         return self.launches(between)
 
-    def _to_split(self, batch: Batch) -> tuple[int, int, int]:
-        """Tiles of Q, K and V."""
-        tiles = [batch.heads * self.tiles(name, batch.m_blocks) for name in "QKV"]
-        return (tiles[0], 0, 0) if batch.keys_are_there else tuple(tiles)
-
-    def _split(self, batch: Batch, first: int, tiles: int, is_beside: bool = False) -> Launch:
-        """Tiles first .. first + tiles - 1."""
-        config = SplitConfig(self.rows, padded(self.columns), 4 if self.problem.vector == 4 else 1, is_beside)
-        args = (*batch.parts("Q", "K", "V", *IMAGES, *RECORDS), "scale", first)
-        return Launch(
-            build_split, config, args, tiles, config.threads, min_blocks=config.min_blocks, is_beside=is_beside
-        )
+    def _split(self, batch: Batch) -> Launch:
+        config = SplitConfig(self.rows, padded(self.columns), 4 if self.problem.vector == 4 else 1)
+        args = (*batch.parts("Q", "K", "V", *IMAGES, *RECORDS), "scale")
+        operands = "Q" if batch.keys_are_there else "QKV"
+        tiles = batch.heads * sum(self.tiles(name, batch.m_blocks) for name in operands)
+        return Launch(build_split, config, args, tiles, config.threads, min_blocks=config.min_blocks)
 
     def _rescue(self, batch: Batch) -> Launch:
         problem = self.problem

@@ -88,9 +88,6 @@ class Launch:
     """Blocks of a thread block cluster."""
     min_blocks: int = 1
     """Blocks that an SM must be able to hold: bounds the registers of a thread."""
-    is_beside: bool = False
-    """Starts when all blocks of the launch before have come to `let_next_launch_start`, and must not end before it
-    (`wait_for_launch_before`). It takes what that one leaves free; from compute capability 9.0 on."""
 
 
 def grids(steps: Iterable[Launch | Matmul]) -> tuple[Launch, ...]:

@@ -144,9 +144,9 @@ def host_array(pointer: int, shape, strides) -> np.ndarray:
 class HostLauncher:
     """What stands for a loaded kernel and its launcher: the simulator, on what the argument buffer says."""
 
-    def __init__(self, loaded, launch, template):
-        _, self.kinds = loaded
-        self.function, self.grid, self.threads = launch.build(launch.config), launch.grid, launch.threads
+    def __init__(self, loaded, grid, threads, cluster, template):
+        launch, self.kinds = loaded
+        self.function, self.grid, self.threads = launch.build(launch.config), grid, threads
         self.buffer = bytearray(template) + bytes(-len(template) % 8)
         self.words, self.floats = (memoryview(self.buffer).cast(code) for code in "Qf")
         self.launcher = self
@@ -396,6 +396,6 @@ def test_cupy_multiplies_too():
 
 def test_they_are_left_out_without_torch(monkeypatch):
     monkeypatch.setattr(torch_backends, "cuda_torch", lambda: (None, "torch is not installed"))
-    reasons = {kernel.name: check.why_left_out(kernel, H200) for kernel in KERNELS}
+    reasons = {kernel.name: check.why_left_out(kernel) for kernel in KERNELS}
     assert reasons.pop("unfused_fp32") == "it multiplies with torch or CuPy, and torch is not installed"
     assert set(reasons.values()) == {None}

@@ -318,19 +318,3 @@ def named_barrier_sync(typingctx, name, threads):
 def named_barrier_arrive(typingctx, name, threads):
     """`barrier.arrive name, threads`: arrive without waiting."""
     return types.none(name, threads), _of_integers("barrier.arrive $0, $1;", convergent=True)
-
-
-@intrinsic
-def let_next_launch_start(typingctx):
-    """`griddepcontrol.launch_dependents` (sm_90): once all blocks came here, a launch beside this one may start."""
-    return types.none(), _of_integers("griddepcontrol.launch_dependents;")
-
-
-@intrinsic
-def wait_for_launch_before(typingctx):
-    """`griddepcontrol.wait` (sm_90): wait until the launch that this one runs beside has ended; see its results."""
-    return types.none(), _of_integers("griddepcontrol.wait;")
-
-
-for _launch_control in (let_next_launch_start, wait_for_launch_before):
-    twin_of(_launch_control)(lambda thread: None)

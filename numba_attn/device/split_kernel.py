@@ -12,7 +12,6 @@ from dataclasses import dataclass
 from numba import cuda, float32, int32
 
 from numba_attn.device.math import LOG2E, bits, from_bits
-from numba_attn.device.ptx import wait_for_launch_before
 from numba_attn.device.smem import vector_load
 from numba_attn.device.softmax import ALL_LANES, ONE, ZERO, warp_max
 from numba_attn.device.split_half import (
@@ -42,8 +41,6 @@ class SplitConfig:
     rows: int
     columns: int
     vector: int
-    is_beside: bool = False
-    """Beside the launch before."""
 
     @property
     def threads(self) -> int:
@@ -169,27 +166,20 @@ def store_tile(config: SplitConfig):
 
 
 def build_split(config: SplitConfig):
-    """`split_halves(Q, K, V, Q_image, .., V_record, scale, first)`: Q is taken times scale log2(e).
-
-    first: the first tile to split, see `locate`; one block a tile.
-    """
-    X_SHAPE, ROWS, IS_BESIDE = (config.rows // row_step(config.rows), CHUNK), config.rows, config.is_beside
+    """`split_halves(Q, K, V, Q_image, .., V_record, scale)`: Q is taken times scale log2(e)."""
+    X_SHAPE, ROWS = (config.rows // row_step(config.rows), CHUNK), config.rows
     load, store = load_tile(config), store_tile(config)
 
     @cuda.jit
-    def split_halves(Q, K, V, Q_image, K_image, V_image, Q_record, K_record, V_record, scale, first):
+    def split_halves(Q, K, V, Q_image, K_image, V_image, Q_record, K_record, V_record, scale):
         # who am I: block -> operand, head, tile; thread -> one chunk of every row_step-th row
         X, image, record, head, tile, times = locate(
-            first + cuda.blockIdx.x, Q, K, V, Q_image, K_image, V_image, Q_record, K_record, V_record, scale
+            cuda.blockIdx.x, Q, K, V, Q_image, K_image, V_image, Q_record, K_record, V_record, scale
         )
         peaks = cuda.shared.array(ROWS, int32)  # of each row, the bits of its largest magnitude
         counts = cuda.shared.array(ROWS, int32)  # of each row, how many elements come near the tile's largest
         x = cuda.local.array(X_SHAPE, float32)
         load(x, X, head, tile, cuda.threadIdx.x)
         store(x, image, record, head, tile, times, X.shape[3], peaks, counts, cuda.threadIdx.x)
-        if IS_BESIDE:
-            # One block waits for all, so that whoever comes next may count on both launches.
-            if cuda.blockIdx.x == cuda.gridDim.x - 1:
-                wait_for_launch_before()
 
     return split_halves

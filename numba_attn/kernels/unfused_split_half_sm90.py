@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from itertools import product
-from math import ceil
 
 from numba import cuda, float32
 
@@ -16,7 +15,7 @@ from numba_attn.device import mma_tile, wgmma_product, wgmma_tile
 from numba_attn.device.mask import Mask
 from numba_attn.device.math import bits, cdiv
 from numba_attn.device.mma_product import TILE, TILE_BYTES, TILE_WORDS
-from numba_attn.device.ptx import let_next_launch_start, setmaxnreg
+from numba_attn.device.ptx import setmaxnreg
 from numba_attn.device.smem import shared_memory
 from numba_attn.device.softmax import ONE
 from numba_attn.device.split_half import PEAK, ROW_BYTES, UNSCALE, WORD_BYTES, scales
@@ -51,9 +50,8 @@ class Config:
         return self.slots * (SLOT_BYTES + 2 * wgmma_tile.BARRIER_BYTES)
 
 
-SMS = 132  # of an H100 or H200, each of which takes one block of a product
-STEPS_OF_SPLIT = 0.25
-"""What splitting a tile costs, in steps of a block of a product, 128 x 256 x 64."""
+SMS = 132
+"""Blocks of a launch at most, one for each SM of an H100 or H200: more work is dealt out in turns."""
 LEAST_ROWS, LEAST_FLOP = 64, 1e9  # below which other kernels are faster
 FUSED_COLUMNS = 256
 
@@ -111,13 +109,7 @@ def launches(problem: Problem, config: Config) -> tuple[Launch, ...]:
     weights = WeightsConfig(BLOCK_M, TILE, config.is_causal)
     n_blocks, d_blocks = cdiv(problem.Lk, BLOCK_N), cdiv(problem.Dv, BLOCK_N)
 
-    def launch(build, args: tuple, blocks: int, steps: int, beside: int) -> Launch:
-        """`blocks` blocks of a product, with so many steps each, on all SMs that `beside` tiles to split leave."""
-        splitting = ceil(SMS * beside / (beside + blocks * steps / STEPS_OF_SPLIT)) if beside else 0
-        grid = max(1, min(SMS - splitting, blocks))
-        return Launch(build, config, args, grid, config.threads, config.smem_bytes)
-
-    def between(batch: Batch, of_values: int, of_next: int) -> tuple[Launch, ...]:
+    def between(batch: Batch) -> tuple[Launch, ...]:
         blocks, row = batch.heads * batch.m_blocks, batch.first_row
         Q_image, K_image, V_image = batch.parts(*IMAGES)
         Q_record, K_record, V_record = records = batch.parts(*RECORDS)
@@ -126,13 +118,14 @@ def launches(problem: Problem, config: Config) -> tuple[Launch, ...]:
         of_scores = (Q, K, Q_image, K_image, Q_record, K_record, P, M, L, unsafe, row)
         of_weights = (Q, K, *records, M, L, V_amax, unsafe, lse, "scale", row)
         of_outputs = (Q, K, P, V_image, V_record, M, V_amax, unsafe, O, row)
+        sizes = config.threads, config.smem_bytes
         return (
-            launch(build_scores, of_scores, blocks * n_blocks, cdiv(problem.D, TILE), of_values),
+            Launch(build_scores, config, of_scores, max(1, min(SMS, blocks * n_blocks)), *sizes),
             Launch(build_weights, weights, of_weights, blocks, weights.rows),
-            launch(build_outputs, of_outputs, blocks * d_blocks, cdiv(problem.Lk, TILE), of_next),
+            Launch(build_outputs, config, of_outputs, min(SMS, blocks * d_blocks), *sizes),
         )
 
-    return images(problem).launches_beside(between)
+    return images(problem).launches(between)
 
 
 def build_scores(config: Config):
@@ -153,7 +146,6 @@ def build_scores(config: Config):
     @cuda.jit
     def scores(Q, K, Q_image, K_image, Q_record, K_record, P_image, M, L, unsafe, first_row):
         # who am I: every gridDim-th block of S; a warpgroup owns 64 rows of it, the last one copies
-        let_next_launch_start()
         Lq, D, Lk = Q.shape[2], Q.shape[3], K.shape[2]
         heads, m_blocks = unsafe.shape
         tid, group = cuda.threadIdx.x, cuda.threadIdx.x // GROUP_THREADS
@@ -242,7 +234,6 @@ def build_outputs(config: Config):
     @cuda.jit
     def outputs(Q, K, P_image, V_image, V_record, W, V_amax, unsafe, O, first_row):
         # who am I: every gridDim-th block of O; a warpgroup owns 64 rows of it, the last one copies
-        let_next_launch_start()
         H, Lq, Lk, Dv = Q.shape[1], Q.shape[2], K.shape[2], O.shape[3]
         (heads, m_blocks), d_blocks = unsafe.shape, (Dv + BLOCK_N - 1) // BLOCK_N
         tid, group = cuda.threadIdx.x, cuda.threadIdx.x // GROUP_THREADS
