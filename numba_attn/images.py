@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable, Hashable, Iterator
 from dataclasses import dataclass
 from math import prod
+from typing import NamedTuple
 
 from numba_attn.device.math import cdiv
 from numba_attn.device.rescue_kernel import RescueConfig, build_rescue
@@ -35,6 +36,14 @@ class Batch:
 
     def parts(self, *names: str) -> tuple[str | Part, ...]:
         return tuple(map(self.part, names))
+
+
+class Split(NamedTuple):
+    """Tiles first .. last - 1, of those of Q, K and V in this order, for `split_kernel`."""
+
+    args: tuple[str | Part, ...]
+    first: int
+    last: int
 
 
 def no_more(heads: int, m_blocks: int) -> dict[str, Workspace]:
@@ -72,31 +81,28 @@ class ImageBatches:
 
     def launches(self, between: Callable[[Batch], tuple[Launch, ...]]) -> tuple[Launch, ...]:
         """Per batch: split, the launches between, rescue."""
-        problem, steps = self.problem, []
-        split = SplitConfig(self.rows, padded(self.columns), 4 if problem.vector == 4 else 1)
-        rescue = RescueConfig.of(problem.is_causal, max(problem.D, problem.Dv))
+        steps = []
         for batch in self._batches():
-            space = self._of(batch.heads, batch.m_blocks)
-            tiles = sum(prod(space[name].shape[:2]) for name in (RECORDS[:1] if batch.keys_are_there else RECORDS))
-            blocks = batch.heads * batch.m_blocks
-            steps += [
-                Launch(
-                    build_split,
-                    split,
-                    (*batch.parts("Q", "K", "V", *IMAGES, *RECORDS), "scale"),
-                    tiles,
-                    split.threads,
-                    min_blocks=split.min_blocks,
-                ),
-                *between(batch),
-                Launch(
-                    build_rescue,
-                    rescue,
-                    (*batch.parts("Q", "K", "V", "unsafe", "O", "lse"), "scale", self.block_m, batch.first_row),
-                    blocks,
-                    rescue.threads,
-                ),
-            ]
+            steps += [self._split(batch, self.q_tiles(batch) + self.k_tiles(batch) + self.v_tiles(batch))]
+            steps += [*between(batch), self._rescue(batch)]
+        return tuple(steps)
+
+    def launches_beside(self, between: Callable[[Batch, Split, Split], tuple[Launch, ...]]) -> tuple[Launch, ...]:
+        """As `launches`, but most tiles are split by some blocks of the launches between.
+
+        between: from a batch, the split that its first launch does besides (the batch's V), and the one that its last
+        launch does (Q and K of the next batch, whose images nobody needs any more by then).
+        """
+        batches, steps = list(self._batches()), []
+        for batch, following in zip(batches, [*batches[1:], None], strict=True):
+            if batch is batches[0]:
+                steps.append(self._split(batch, self.q_tiles(batch) + self.k_tiles(batch)))
+            first = self._n_tiles(batch, "Q") + self._n_tiles(batch, "K")
+            of_values = Split(self._split_args(batch), first, first + self.v_tiles(batch))
+            of_next = Split(self._split_args(batch), 0, 0)
+            if following:
+                of_next = Split(self._split_args(following), 0, self.q_tiles(following) + self.k_tiles(following))
+            steps += [*between(batch, of_values, of_next), self._rescue(batch)]
         return tuple(steps)
 
     def launches_around(self, build: Callable, config: Hashable, **sizes) -> tuple[Launch, ...]:
@@ -107,6 +113,37 @@ class ImageBatches:
             return (Launch(build, config, args, batch.heads * batch.m_blocks, **sizes),)
 
         return self.launches(between)
+
+    def q_tiles(self, batch: Batch) -> int:
+        """Tiles to split."""
+        return self._n_tiles(batch, "Q")
+
+    def k_tiles(self, batch: Batch) -> int:
+        return 0 if batch.keys_are_there else self._n_tiles(batch, "K")
+
+    def v_tiles(self, batch: Batch) -> int:
+        return 0 if batch.keys_are_there else self._n_tiles(batch, "V")
+
+    def _n_tiles(self, batch: Batch, name: str) -> int:
+        return batch.heads * self.tiles(name, batch.m_blocks)
+
+    @property
+    def split_config(self) -> SplitConfig:
+        return SplitConfig(self.rows, padded(self.columns), 4 if self.problem.vector == 4 else 1)
+
+    def _split_args(self, batch: Batch) -> tuple:
+        return (*batch.parts("Q", "K", "V", *IMAGES, *RECORDS), "scale")
+
+    def _split(self, batch: Batch, tiles: int) -> Launch:
+        config = self.split_config
+        args = self._split_args(batch)
+        return Launch(build_split, config, args, tiles, config.threads, min_blocks=config.min_blocks)
+
+    def _rescue(self, batch: Batch) -> Launch:
+        problem = self.problem
+        config = RescueConfig.of(problem.is_causal, max(problem.D, problem.Dv))
+        args = (*batch.parts("Q", "K", "V", "unsafe", "O", "lse"), "scale", self.block_m, batch.first_row)
+        return Launch(build_rescue, config, args, batch.heads * batch.m_blocks, config.threads)
 
     @property
     def m_blocks(self) -> int:

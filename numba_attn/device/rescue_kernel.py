@@ -29,7 +29,8 @@ class RescueConfig:
 
     @classmethod
     def of(cls, is_causal: bool, widest: int) -> RescueConfig:
-        return cls(is_causal, next((columns for columns in WIDTHS if columns >= widest), widest))
+        columns = next((columns for columns in WIDTHS if columns >= widest), widest)
+        return cls(is_causal, columns, 512 if columns == WIDTHS[0] else 256)
 
 
 def build_rescue(config: RescueConfig):

@@ -29,6 +29,7 @@ from numba_attn.device.split_half import (
     scales,
     write_image,
 )
+from numba_attn.device.verb import verb
 
 NEIGHBOURS = (1, 2, 4)
 """Lane distances within eight lanes, which always have chunks of one row."""
@@ -49,55 +50,69 @@ class SplitConfig:
         return max(1, 1024 // self.threads)  # 64 registers a thread: loads of one block under the stores of others
 
 
-def build_split(config: SplitConfig):
-    """`split_halves(Q, K, V, Q_image, .., V_record, scale)`: Q is taken times scale log2(e)."""
+@verb
+def locate(block, Q, K, V, Q_image, K_image, V_image, Q_record, K_record, V_record, scale):
+    """Operand, image, record, head, tile and factor of a tile's number: those of Q come first, then K's, then V's."""
+    q_blocks, k_blocks = Q_record.shape[0] * Q_record.shape[1], K_record.shape[0] * K_record.shape[1]
+    tile, tiles, times = block, K_record.shape[1], ONE
+    if block < q_blocks:
+        X, image, record, tiles = Q, Q_image, Q_record, Q_record.shape[1]
+        times = scale * LOG2E
+    elif block < q_blocks + k_blocks:
+        X, image, record, tile = K, K_image, K_record, block - q_blocks
+    else:
+        X, image, record, tile = V, V_image, V_record, block - q_blocks - k_blocks
+        tiles = V_record.shape[1]
+    return X, image, record, tile // tiles, tile % tiles, times
+
+
+def load_tile(config: SplitConfig):
+    """The verb `load(x, X, head, tile, tid)`: this thread's chunks of a tile; what lies outside of X is 0."""
     ROWS, VECTOR, COLUMNS, CHUNKS = config.rows, config.vector, config.columns, padded(config.columns) // CHUNK
-    TILE_WORDS = image_words(ROWS, config.columns)
     STEP = row_step(ROWS)
     TURNS = ROWS // STEP
-    X_SHAPE = (TURNS, CHUNK)
-    write = write_image(ROWS, config.columns)
-    word = image_word(ROWS)
-    load = vector_load(VECTOR)
+    load_vector = vector_load(VECTOR)
 
-    @cuda.jit
-    def split_halves(Q, K, V, Q_image, K_image, V_image, Q_record, K_record, V_record, scale):
-        # who am I: block -> operand, batch, head, tile; thread -> one chunk of every STEP-th row
-        q_tiles, k_tiles = Q_record.shape[1], K_record.shape[1]
-        q_blocks, k_blocks = Q_record.shape[0] * q_tiles, K_record.shape[0] * k_tiles
-        block, tiles, times = cuda.blockIdx.x, k_tiles, ONE
-        if block < q_blocks:
-            X, image, record, tiles = Q, Q_image, Q_record, q_tiles
-            times = scale * LOG2E
-        elif block < q_blocks + k_blocks:
-            X, image, record, block = K, K_image, K_record, block - q_blocks
-        else:
-            X, image, record, block = V, V_image, V_record, block - q_blocks - k_blocks
-            tiles = V_record.shape[1]
+    @verb
+    def load(x, X, head, tile, tid):
         H, L, D = X.shape[1], X.shape[2], X.shape[3]
-        head, tile = block // tiles, block % tiles
         slabs = (D + COLUMNS - 1) // COLUMNS
         row0, col0 = tile // slabs * ROWS, tile % slabs * COLUMNS
         d_left = min(D - col0, COLUMNS)
         gX = X[head // H, head % H]
-        tid = cuda.threadIdx.x
         chunk, row = tid % CHUNKS, tid // CHUNKS
-        peaks = cuda.shared.array(ROWS, int32)  # of each row, the bits of its largest magnitude
-        counts = cuda.shared.array(ROWS, int32)  # of each row, how many elements come near the tile's largest
-        x = cuda.local.array(X_SHAPE, float32)
-        for r in range(tid, ROWS, cuda.blockDim.x):
-            peaks[r] = 0
-            counts[r] = 0
-
-        # the tile; what lies outside of X is 0, read from a place inside
         for i in range(TURNS):
             at = row0 + row + STEP * i
             for c in range(0, CHUNK, VECTOR):
                 col = CHUNK * chunk + c
-                load(x, (i, c), gX, (min(at, L - 1), min(col0 + col, D - VECTOR)))
+                # Read from a place inside.
+                load_vector(x, (i, c), gX, (min(at, L - 1), min(col0 + col, D - VECTOR)))
                 for k in range(c, c + VECTOR):
                     x[i, k] = x[i, k] if (at < L) & (col < d_left) else ZERO
-        cuda.syncthreads()
+
+    return load
+
+
+def store_tile(config: SplitConfig, sync):
+    """The verb `store(x, image, record, head, tile, times, D, peaks, counts, group, tid)`: image and record of a tile.
+
+    peaks, counts: shared, [group, row]; sync(group) is a barrier of the group's threads.
+    """
+    ROWS, COLUMNS, CHUNKS, THREADS = config.rows, config.columns, padded(config.columns) // CHUNK, config.threads
+    TILE_WORDS = image_words(ROWS, config.columns)
+    STEP = row_step(ROWS)
+    TURNS = ROWS // STEP
+    write = write_image(ROWS, config.columns)
+    word = image_word(ROWS)
+
+    @verb
+    def store(x, image, record, head, tile, times, D, peaks, counts, group, tid):
+        d_left = min(D - tile % ((D + COLUMNS - 1) // COLUMNS) * COLUMNS, COLUMNS)
+        chunk, row = tid % CHUNKS, tid // CHUNKS
+        for r in range(tid, ROWS, THREADS):
+            peaks[group, r] = 0
+            counts[group, r] = 0
+        sync(group)
 
         # the largest magnitude of each row and of all; bits of magnitudes are ordered as these are, NaN being the last
         for i in range(TURNS):
@@ -107,11 +122,11 @@ def build_split(config: SplitConfig):
             for distance in NEIGHBOURS:
                 peak = max(peak, cuda.shfl_xor_sync(ALL_LANES, peak, distance))
             if tid & 7 == 0:
-                cuda.atomic.max(peaks, row + STEP * i, peak)
-        cuda.syncthreads()
+                cuda.atomic.max(peaks, (group, row + STEP * i), peak)
+        sync(group)
         peak = int32(0)
         for r in range(ROWS):
-            peak = max(peak, peaks[r])
+            peak = max(peak, peaks[group, r])
         amax = from_bits(peak)
 
         # its image
@@ -126,14 +141,14 @@ def build_split(config: SplitConfig):
             for distance in NEIGHBOURS:
                 near += cuda.shfl_xor_sync(ALL_LANES, near, distance)
             if tid & 7 == 0:
-                cuda.atomic.add(counts, row + STEP * i, near)
-        cuda.syncthreads()
+                cuda.atomic.add(counts, (group, row + STEP * i), near)
+        sync(group)
         if tid == 0:
             level, row_min = DENSE * amax if peak > 0 else INF, INF
             for r in range(ROWS):
-                if peaks[r] > 0:
-                    row_min = min(row_min, from_bits(peaks[r]))
-                    level = level if 2 * counts[r] > d_left else ZERO
+                if peaks[group, r] > 0:
+                    row_min = min(row_min, from_bits(peaks[group, r]))
+                    level = level if 2 * counts[group, r] > d_left else ZERO
             # A factor out of range is no scale: then fp32 has to do.
             finite = (amax < INF) & (abs(times) * up < INF)
             record[head, tile, AMAX] = amax * abs(times) if finite else INF
@@ -141,4 +156,83 @@ def build_split(config: SplitConfig):
             record[head, tile, ROW_MIN] = row_min
             record[head, tile, UNSCALE] = down
 
+    return store
+
+
+def build_split(config: SplitConfig):
+    """`split_halves(Q, K, V, Q_image, .., V_record, scale)`: Q is taken times scale log2(e)."""
+    X_SHAPE, ROWS_SHAPE = (config.rows // row_step(config.rows), CHUNK), (1, config.rows)
+    load = load_tile(config)
+
+    @verb
+    def sync(group):
+        cuda.syncthreads()
+
+    store = store_tile(config, sync)
+
+    @cuda.jit
+    def split_halves(Q, K, V, Q_image, K_image, V_image, Q_record, K_record, V_record, scale):
+        # who am I: block -> operand, head, tile; thread -> one chunk of every row_step-th row
+        X, image, record, head, tile, times = locate(
+            cuda.blockIdx.x, Q, K, V, Q_image, K_image, V_image, Q_record, K_record, V_record, scale
+        )
+        peaks = cuda.shared.array(ROWS_SHAPE, int32)  # of each row, the bits of its largest magnitude
+        counts = cuda.shared.array(ROWS_SHAPE, int32)  # of each row, how many elements come near the tile's largest
+        x = cuda.local.array(X_SHAPE, float32)
+        load(x, X, head, tile, cuda.threadIdx.x)
+        store(x, image, record, head, tile, times, X.shape[3], peaks, counts, 0, cuda.threadIdx.x)
+
     return split_halves
+
+
+def split_beside(config: SplitConfig, groups: int, sync):
+    """The verb `split(tile, last, step, Q, .., V_record, scale, group, tid)`: every step-th tile.
+
+    For blocks of a launch that does something else in its other blocks: the next tile of a group of threads is on its
+    way while one is written. sync(group) is a barrier of the group's threads.
+    """
+    X_SHAPE, ROWS_SHAPE = (config.rows // row_step(config.rows), CHUNK), (groups, config.rows)
+    load, store = load_tile(config), store_tile(config, sync)
+
+    @verb
+    def split(
+        tile,
+        last,
+        step,
+        Q,
+        K,
+        V,
+        Q_image,
+        K_image,
+        V_image,
+        Q_record,
+        K_record,
+        V_record,
+        scale,
+        group,
+        tid,
+    ):
+        peaks = cuda.shared.array(ROWS_SHAPE, int32)
+        counts = cuda.shared.array(ROWS_SHAPE, int32)
+        x = cuda.local.array(X_SHAPE, float32)
+        y = cuda.local.array(X_SHAPE, float32)
+        tile -= step
+        X, image, record, head, place, times = Q, Q_image, Q_record, 0, -1, scale
+        while tile < last:
+            tile += step
+            X2, image2, record2, head2, place2, times2 = X, image, record, head, place, times
+            if tile < last:
+                X2, image2, record2, head2, place2, times2 = locate(
+                    tile, Q, K, V, Q_image, K_image, V_image, Q_record, K_record, V_record, scale
+                )
+                load(y, X2, head2, place2, tid)
+            if place >= 0:
+                # What the last tile left is read.
+                sync(group)
+                store(x, image, record, head, place, times, X.shape[3], peaks, counts, group, tid)
+            for i in range(X_SHAPE[0]):
+                for c in range(CHUNK):
+                    x[i, c] = y[i, c]
+            X, image, record, head, place, times = X2, image2, record2, head2, place2, times2
+
+    return split

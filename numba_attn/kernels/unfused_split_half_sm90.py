@@ -1,0 +1,410 @@
+"""fp32 accuracy on tensor cores for wide heads: two products of halves by Hopper's `wgmma`, P in memory between.
+
+To unfused_split_half_sm80 it adds warpgroups that multiply straight from shared memory, and one that does nothing but
+copy: 128 x 256 of S or O a block. Bound by tensor cores, and by the traffic of tiles from L2.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from itertools import product
+from math import ceil
+
+from numba import cuda, float32
+
+from numba_attn.device import mma_tile, wgmma_product, wgmma_tile
+from numba_attn.device.mask import Mask
+from numba_attn.device.math import bits, cdiv
+from numba_attn.device.mma_product import TILE, TILE_BYTES, TILE_WORDS
+from numba_attn.device.ptx_sm90 import named_barrier_of, setmaxnreg
+from numba_attn.device.smem import shared_memory
+from numba_attn.device.softmax import ONE
+from numba_attn.device.split_half import PEAK, ROW_BYTES, UNSCALE, WORD_BYTES, scales
+from numba_attn.device.split_kernel import SplitConfig, split_beside
+from numba_attn.device.weights_kernel import WeightsConfig, build_weights
+from numba_attn.device.wgmma_fragments import GROUP_THREADS
+from numba_attn.device.wgmma_product import AT_ONCE, GROUPS, SLOT_BYTES
+from numba_attn.images import IMAGES, RECORDS, Batch, ImageBatches, Split
+from numba_attn.kernel import Kernel, Launch, Workspace
+from numba_attn.problem import Device, Problem
+
+BLOCK_M, PANELS = TILE * GROUPS, 4
+BLOCK_N = PANELS * TILE
+CONSUMERS, READERS = GROUP_THREADS * GROUPS, 4 * GROUPS
+PATCH_SHAPE, ROW_SHAPE = (PANELS, TILE // 8, 4), (PANELS, 2)
+REGISTERS = 24, 240  # of a thread that copies, and of one that multiplies: together those of an SM
+
+
+@dataclass(frozen=True)
+class Config:
+    vector: int
+    """Elements (4, or 1) of an access to the rows of O."""
+    is_causal: bool = False
+    slots: int = 7
+
+    @property
+    def threads(self) -> int:
+        return GROUP_THREADS * (GROUPS + 1)
+
+    @property
+    def smem_bytes(self) -> int:
+        """The ring of slots, and the barriers of each: full, and read."""
+        return self.slots * (SLOT_BYTES + 2 * wgmma_tile.BARRIER_BYTES)
+
+
+SPLITTERS = GROUPS + 1  # warpgroups that split beside
+STEPS_OF_SPLIT = 0.4
+"""What splitting a tile costs, in steps of a block of a product, 128 x 256 x 64."""
+SMS = 132
+"""Blocks of a launch at most, each of which takes an SM: more work is dealt out in turns."""
+LEAST_ROWS, LEAST_FLOP = 64, 1e9  # below which other kernels are faster
+FUSED_COLUMNS = 256
+
+
+def supports(problem: Problem, device: Device) -> str | None:
+    if device.cc != (9, 0):
+        return f"multiplies halves by wgmma, of compute capability 9.0 alone: {device.name} has {device.cc}"
+    return images(problem).refusal
+
+
+def suits(problem: Problem, device: Device) -> str | None:
+    if max(problem.D, problem.Dv) <= FUSED_COLUMNS:
+        return f"head dims up to {FUSED_COLUMNS}: P need not go through memory"
+    if problem.Lq < LEAST_ROWS:
+        return f"fewer than {LEAST_ROWS} rows a head: most of a block would be empty"
+    if problem.flop < LEAST_FLOP:
+        return f"less than {LEAST_FLOP:.0e} operations: five launches take longer than they save"
+    return None
+
+
+def config(problem: Problem, device: Device) -> Config:
+    return Config(4 if problem.vector == 4 else 1, problem.is_causal)
+
+
+def configs():
+    for vector, is_causal in product((4, 1), (False, True)):
+        yield Config(vector, is_causal)
+
+
+def small_config(problem: Problem) -> Config:
+    return Config(1, problem.is_causal, slots=4)
+
+
+def images(problem: Problem) -> ImageBatches:
+    groups = cdiv(problem.Lk, AT_ONCE) * AT_ONCE // TILE
+
+    def more(heads: int, m_blocks: int) -> dict[str, Workspace]:
+        rows = m_blocks * BLOCK_M
+        statistics = Workspace((heads, groups, rows))
+        return {
+            "P_image": Workspace((heads, rows // TILE * groups * TILE_WORDS), "uint32"),
+            "M": statistics,
+            "L": statistics,
+            "V_amax": Workspace((heads,)),
+        }
+
+    return ImageBatches(problem, TILE, TILE, BLOCK_M, AT_ONCE, more)
+
+
+def workspace(problem: Problem, config: Config) -> dict[str, Workspace]:
+    return images(problem).workspace
+
+
+def launches(problem: Problem, config: Config) -> tuple[Launch, ...]:
+    tiles, weights = images(problem), WeightsConfig(BLOCK_M, TILE, config.is_causal)
+    n_blocks, d_blocks = cdiv(problem.Lk, BLOCK_N), cdiv(problem.Dv, BLOCK_N)
+
+    def launch(build, blocks: int, steps: int, args: tuple, split: Split) -> Launch:
+        """`blocks` blocks of a product, with as many steps each, beside a split."""
+        n_split = split.last - split.first
+        work = n_split * STEPS_OF_SPLIT / max(1, n_split * STEPS_OF_SPLIT + blocks * steps)
+        splitting = min(n_split, max(ceil(SMS * work), SMS - blocks))
+        grid = splitting + max(1, min(SMS - splitting, blocks))
+        args = (*args, *split.args, split.first, split.last, splitting)
+        return Launch(build, config, args, grid, config.threads, config.smem_bytes)
+
+    def between(batch: Batch, of_values: Split, of_next: Split) -> tuple[Launch, ...]:
+        blocks, row = batch.heads * batch.m_blocks, batch.first_row
+        Q_image, K_image, V_image = batch.parts(*IMAGES)
+        Q_record, K_record, V_record = records = batch.parts(*RECORDS)
+        Q, K, O, lse, P, M, L, V_amax, unsafe = batch.parts(
+            "Q", "K", "O", "lse", "P_image", "M", "L", "V_amax", "unsafe"
+        )
+        of_scores = (Q, K, Q_image, K_image, Q_record, K_record, P, M, L, unsafe, row)
+        of_weights = (Q, K, *records, M, L, V_amax, unsafe, lse, "scale", row)
+        of_outputs = (Q, K, P, V_image, V_record, M, V_amax, unsafe, O, row)
+        return (
+            launch(build_scores, blocks * n_blocks, cdiv(problem.D, TILE), of_scores, of_values),
+            Launch(build_weights, weights, of_weights, blocks, weights.rows),
+            launch(build_outputs, blocks * d_blocks, cdiv(problem.Lk, TILE), of_outputs, of_next),
+        )
+
+    return tiles.launches_beside(between)
+
+
+def build_scores(config: Config):
+    SLOTS = config.slots
+    end_of_row = Mask(config.is_causal).end
+    few, many = setmaxnreg(REGISTERS[0], more=False), setmaxnreg(REGISTERS[1], more=True)
+    following, claim, give_back = wgmma_tile.ring(SLOTS), wgmma_product.claim(SLOTS), wgmma_product.give_back(SLOTS)
+    copy_left, copy_right = wgmma_product.copy_left(), wgmma_product.copy_right()
+    start_ring = wgmma_product.start_ring(SLOTS, READERS)
+    split = split_beside(SplitConfig(TILE, TILE, config.vector), SPLITTERS, named_barrier_of(GROUP_THREADS))
+    start = wgmma_product.start(PANELS)
+    multiply, multiply_more = (wgmma_product.multiply(half, SLOTS, transposed=False) for half in range(2))
+    load_units = wgmma_product.load_units(PANELS)
+    mask = wgmma_product.masked(PANELS, end_of_row)
+    softmax = mma_tile.softmax(16 * PANELS, TILE)  # statistics of each panel, not of all
+    store_image = wgmma_product.store_image(PANELS)
+    store_statistics = wgmma_product.store_statistics(PANELS)
+
+    @cuda.jit
+    def scores(
+        Q,
+        K,
+        Q_image,
+        K_image,
+        Q_record,
+        K_record,
+        P_image,
+        M,
+        L,
+        unsafe,
+        first_row,
+        sQ,
+        sK,
+        sV,
+        sQ_image,
+        sK_image,
+        sV_image,
+        sQ_record,
+        sK_record,
+        sV_record,
+        scale,
+        first,
+        last,
+        splitting,
+    ):
+        # who am I: a block that splits, or one that has every stride-th block of S; a warpgroup there owns 64 rows
+        Lq, D, Lk = Q.shape[2], Q.shape[3], K.shape[2]
+        heads, m_blocks = unsafe.shape
+        tid, group = cuda.threadIdx.x, cuda.threadIdx.x // GROUP_THREADS
+        if cuda.blockIdx.x < splitting:
+            tile, step = first + cuda.blockIdx.x * SPLITTERS + group, splitting * SPLITTERS
+            split(
+                tile,
+                last,
+                step,
+                sQ,
+                sK,
+                sV,
+                sQ_image,
+                sK_image,
+                sV_image,
+                sQ_record,
+                sK_record,
+                sV_record,
+                scale,
+                group,
+                tid % GROUP_THREADS,
+            )
+            return
+        slabs, groups = (D + TILE - 1) // TILE, M.shape[1]
+        ring = shared_memory()
+        start_ring(ring, tid)
+        # Blocks that count are dealt out in turns: this one's next starts n0 columns behind the first of the row.
+        turn, n0, stride = 0, (cuda.blockIdx.x - splitting) * BLOCK_N, (cuda.gridDim.x - splitting) * BLOCK_N
+
+        if tid >= CONSUMERS:
+            # copy tiles of Q and K as slots become free
+            few()
+            if tid == CONSUMERS:
+                step = slabs * TILE_WORDS
+                for block in range(heads * m_blocks):
+                    head, m_block = block // m_blocks, block % m_blocks
+                    end = end_of_row(first_row + min((m_block + 1) * BLOCK_M, Lq) - 1, Lk)
+                    gQ, gK, q_tile = Q_image[head], K_image[head], m_block * GROUPS * slabs
+                    while n0 < end:
+                        for slab in range(slabs):
+                            slot, barrier = claim(ring, turn)
+                            copy_left(slot, gQ, (q_tile + slab) * TILE_WORDS, step, barrier)
+                            turn = following(turn)
+                            for half in range(2 if n0 + AT_ONCE < end else 1):
+                                k_tile = (n0 // TILE + 2 * half) * slabs
+                                slot, barrier = claim(ring, turn)
+                                copy_right(slot, gK, (k_tile + slab) * TILE_WORDS, step, barrier)
+                                turn = following(turn)
+                        n0 += stride
+                    n0 -= (end + BLOCK_N - 1) // BLOCK_N * BLOCK_N
+        else:
+            many()
+            lane, warp_row = tid & 31, tid // 32 * 16
+            S = cuda.local.array(PATCH_SHAPE, float32)  # then P
+            unit = cuda.local.array(ROW_SHAPE, float32)
+            m = cuda.local.array(ROW_SHAPE, float32)
+            l = cuda.local.array(ROW_SHAPE, float32)
+            alpha = cuda.local.array(ROW_SHAPE, float32)
+            for block in range(heads * m_blocks):
+                head, m_block = block // m_blocks, block % m_blocks
+                end = end_of_row(first_row + min((m_block + 1) * BLOCK_M, Lq) - 1, Lk)
+                rQ, rK = Q_record[head], K_record[head]
+                q_tile, row0 = (m_block * GROUPS + group) * slabs, m_block * BLOCK_M + warp_row
+                while n0 < end:
+                    # S = Q K^T
+                    k_tile, is_wide = n0 // TILE * slabs, n0 + AT_ONCE < end
+                    start(S, m, l)
+                    for slab in range(slabs):
+                        load_units(unit, rK, k_tile + slab, slabs, rQ[q_tile + slab, UNSCALE])
+                        a_turn, turn = turn, following(turn)
+                        multiply(S, group * TILE_BYTES, ring, a_turn, turn, unit, lane == 0)
+                        turn = following(turn)
+                        if is_wide:
+                            multiply_more(S, group * TILE_BYTES, ring, a_turn, turn, unit, lane == 0)
+                            turn = following(turn)
+                        give_back(ring, a_turn, lane == 0)
+
+                    # P = 2^(S - m)
+                    if n0 + BLOCK_N > end_of_row(first_row + row0, Lk):
+                        mask(S, first_row + row0, n0, Lk, lane)
+                    softmax(S, m, l, alpha, ONE, PEAK)
+                    n = PANELS if is_wide else 2
+                    word = ((m_block * GROUPS + group) * groups + n0 // TILE) * TILE_WORDS
+                    word += warp_row % TILE * (ROW_BYTES // WORD_BYTES)
+                    store_image(P_image[head], word, S, n, lane)
+                    store_statistics(M[head], L[head], m, l, n0 // TILE, n, row0, lane)
+                    n0 += stride
+                n0 -= (end + BLOCK_N - 1) // BLOCK_N * BLOCK_N
+
+    return scores
+
+
+def build_outputs(config: Config):
+    SLOTS = config.slots
+    end_of_row = Mask(config.is_causal).end
+    few, many = setmaxnreg(REGISTERS[0], more=False), setmaxnreg(REGISTERS[1], more=True)
+    following, claim, give_back = wgmma_tile.ring(SLOTS), wgmma_product.claim(SLOTS), wgmma_product.give_back(SLOTS)
+    copy_left, copy_right = wgmma_product.copy_left(), wgmma_product.copy_right()
+    start_ring = wgmma_product.start_ring(SLOTS, READERS)
+    split = split_beside(SplitConfig(TILE, TILE, config.vector), SPLITTERS, named_barrier_of(GROUP_THREADS))
+    start = wgmma_product.start(PANELS)
+    multiply, multiply_more = (wgmma_product.multiply(half, SLOTS, transposed=True) for half in range(2))
+    load_factors = wgmma_product.load_factors(PANELS)
+    place = wgmma_product.place(config.is_causal)
+    store = wgmma_product.store_outputs(PANELS, config.vector)
+
+    @cuda.jit
+    def outputs(
+        Q,
+        K,
+        P_image,
+        V_image,
+        V_record,
+        W,
+        V_amax,
+        unsafe,
+        O,
+        first_row,
+        sQ,
+        sK,
+        sV,
+        sQ_image,
+        sK_image,
+        sV_image,
+        sQ_record,
+        sK_record,
+        sV_record,
+        scale,
+        first,
+        last,
+        splitting,
+    ):
+        # who am I: a block that splits, or one that has every stride-th block of O; a warpgroup there owns 64 rows
+        H, Lq, Lk, Dv = Q.shape[1], Q.shape[2], K.shape[2], O.shape[3]
+        (heads, m_blocks), d_blocks = unsafe.shape, (Dv + BLOCK_N - 1) // BLOCK_N
+        tid, group = cuda.threadIdx.x, cuda.threadIdx.x // GROUP_THREADS
+        if cuda.blockIdx.x < splitting:
+            tile, step = first + cuda.blockIdx.x * SPLITTERS + group, splitting * SPLITTERS
+            split(
+                tile,
+                last,
+                step,
+                sQ,
+                sK,
+                sV,
+                sQ_image,
+                sK_image,
+                sV_image,
+                sQ_record,
+                sK_record,
+                sV_record,
+                scale,
+                group,
+                tid % GROUP_THREADS,
+            )
+            return
+        slabs, groups = (Dv + TILE - 1) // TILE, W.shape[1]
+        ring = shared_memory()
+        start_ring(ring, tid)
+        turn = 0
+        own, stride = cuda.blockIdx.x - splitting, cuda.gridDim.x - splitting
+
+        if tid >= CONSUMERS:
+            # copy tiles of P and V as slots become free
+            few()
+            if tid == CONSUMERS:
+                for block in range(own, heads * m_blocks * d_blocks, stride):
+                    head, m_block, d_block = place(block, heads, m_blocks, d_blocks)
+                    end = end_of_row(first_row + min((m_block + 1) * BLOCK_M, Lq) - 1, Lk)
+                    gP, gV = P_image[head], V_image[head]
+                    p_tile, d_tile = m_block * GROUPS * groups, d_block * PANELS
+                    for key in range((end + TILE - 1) // TILE if unsafe[head, m_block] == 0 else 0):
+                        slot, barrier = claim(ring, turn)
+                        copy_left(slot, gP, (p_tile + key) * TILE_WORDS, groups * TILE_WORDS, barrier)
+                        turn = following(turn)
+                        for half in range(2 if d_tile + 2 < slabs else 1):
+                            slot, barrier = claim(ring, turn)
+                            tile = d_tile + 2 * half
+                            # Behind the last columns of V the same ones again, for nobody.
+                            step = TILE_WORDS if tile + 1 < slabs else 0
+                            copy_right(slot, gV, (key * slabs + tile) * TILE_WORDS, step, barrier)
+                            turn = following(turn)
+        else:
+            many()
+            lane = tid & 31
+            acc = cuda.local.array(PATCH_SHAPE, float32)
+            factor = cuda.local.array(ROW_SHAPE, float32)
+            for block in range(own, heads * m_blocks * d_blocks, stride):
+                head, m_block, d_block = place(block, heads, m_blocks, d_blocks)
+                if unsafe[head, m_block] == 0:
+                    # O = sum w P V
+                    end = end_of_row(first_row + min((m_block + 1) * BLOCK_M, Lq) - 1, Lk)
+                    row0, d_tile = m_block * BLOCK_M + tid // 32 * 16, d_block * PANELS
+                    rV, gW = V_record[head], W[head]
+                    v_scale, v_unscale = scales(bits(V_amax[head]))
+                    start(acc, factor, factor)
+                    for key in range((end + TILE - 1) // TILE):
+                        load_factors(factor, gW[key], rV, key * slabs + d_tile, (key + 1) * slabs, v_scale, row0, lane)
+                        a_turn, turn = turn, following(turn)
+                        multiply(acc, group * TILE_BYTES, ring, a_turn, turn, factor, lane == 0)
+                        turn = following(turn)
+                        if d_tile + 2 < slabs:
+                            multiply_more(acc, group * TILE_BYTES, ring, a_turn, turn, factor, lane == 0)
+                            turn = following(turn)
+                        give_back(ring, a_turn, lane == 0)
+                    store(O[head // H, head % H], acc, v_unscale / PEAK, row0, d_block * BLOCK_N, lane)
+
+    return outputs
+
+
+KERNEL = Kernel(
+    name="unfused_split_half_sm90",
+    summary="wide heads: two products of fp16 halves by wgmma, P in memory between",
+    accuracy="fp32",
+    supports=supports,
+    suits=suits,
+    config=config,
+    configs=configs,
+    small_config=small_config,
+    launches=launches,
+    workspace=workspace,
+)
