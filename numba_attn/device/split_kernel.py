@@ -230,9 +230,10 @@ def split_beside(config: SplitConfig, groups: int, sync):
                 # What the last tile left is read.
                 sync(group)
                 store(x, image, record, head, place, times, X.shape[3], peaks, counts, group, tid)
-            for i in range(X_SHAPE[0]):
-                for c in range(CHUNK):
-                    x[i, c] = y[i, c]
+            if tile < last:
+                for i in range(X_SHAPE[0]):
+                    for c in range(CHUNK):
+                        x[i, c] = y[i, c]
             X, image, record, head, place, times = X2, image2, record2, head2, place2, times2
 
     return split
