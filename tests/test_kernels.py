@@ -19,7 +19,7 @@ from numba_attn import sim, testing
 from numba_attn.choice import choose
 from numba_attn.kernels import KERNELS, split_keys_fp32
 from numba_attn.problem import H200, Device, Problem
-from numba_attn.testing import LAYOUTS, Case, accuracy
+from numba_attn.testing import LAYOUTS, Case
 
 SMALL_GPU = Device("a GPU with 99 KB of shared memory a block", (8, 9), 128, 99 * 1024, 72 * 1024 * 1024)
 
@@ -50,12 +50,10 @@ def skip_refused(kernel, case: Case, device: Device = H200) -> None:
 
 @each_kernel
 @each_case(testing.small_cases())
-def test_simulator(kernel, case, monkeypatch):
+def test_simulator(kernel, case):
     skip_refused(kernel, case)
-    # Here one draw of the reference's error is enough, however few the rows: the class in its plainest form.
-    monkeypatch.setattr(accuracy, "MIN_ROWS", 1)
     o, lse = sim.attention(*testing.make_inputs(case), **case.kwargs, return_lse=True, kernel=kernel)
-    testing.assert_accurate(o, lse, *testing.make_inputs(case), **case.kwargs, accuracy=kernel.accuracy)
+    expected(case).check(o, lse, accuracy=kernel.accuracy)
 
 
 small_sizes = st.builds(

@@ -20,20 +20,18 @@ from __future__ import annotations
 import inspect
 from collections.abc import Callable
 
-import numpy as np
 from llvmlite import ir
 from numba.cuda import cgutils, types
 from numba.cuda.extending import intrinsic
 
-from numba_attn.device import fragments, ptx
+from numba_attn.device import ptx, ptx_sm90
+from numba_attn.device.evaluator import Evaluator
 from numba_attn.device.verb import twin_of
 from numba_attn.device.wgmma_fragments import Matrix
 from numba_attn.tensor import Tensor, element_pointer, in_global_memory
 
 _F32, _I32, _I64 = ir.FloatType(), ir.IntType(32), ir.IntType(64)
-_ALL_LANES = 0xFFFFFFFF
-_HALF_BYTES, _WORD_BYTES = 2, 4
-_LEAST_EXPONENT = -126
+_WORD_BYTES = 4
 
 
 def unrolled(function: Callable) -> Callable:
@@ -53,7 +51,7 @@ def unrolled(function: Callable) -> Callable:
 
     @twin_of(verb)
     def _verb(thread, *args):
-        function(_Evaluator(thread), *args)
+        function(Evaluator(thread), *args)
 
     return verb
 
@@ -227,12 +225,12 @@ class _Emitter:
 
         firsts = {}
         chains = [[(plain(left), plain(right)) for left, right in chain] for chain in chains]
-        sums = ptx.emit_wgmma(self.builder, columns, chains, wait=wait)
+        sums = ptx_sm90.emit_wgmma(self.builder, columns, chains, wait=wait)
         return [[_Value(self, register) for register in registers] for registers in sums]
 
     def wgmma_wait(self, pending: int, sums: list, registers: list) -> list:
         """`sums`, once at most `pending` statements of `wgmma` are in flight; `registers`: their left operands."""
-        values = ptx.emit_wgmma_wait(self.builder, pending, [x.ir for x in sums], [x.ir for x in registers])
+        values = ptx_sm90.emit_wgmma_wait(self.builder, pending, [x.ir for x in sums], [x.ir for x in registers])
         return [_Value(self, value) for value in values]
 
     def address(self, tensor: _Global, *index):
@@ -247,16 +245,16 @@ class _Emitter:
     def copy_bulk(self, target, source, step_bytes: int, n_bytes: int, barrier) -> None:
         """Copy n_bytes from `step_bytes` behind a global address to a shared one, counted by a barrier."""
         source = source + step_bytes
-        ptx.emit_copy_bulk(self.builder, target.ir, source.ir, n_bytes, barrier.ir)
+        ptx_sm90.emit_copy_bulk(self.builder, target.ir, source.ir, n_bytes, barrier.ir)
 
     def mbarrier_wait(self, barrier, parity) -> None:
         """Wait until the barrier's phase of this parity is complete."""
-        ptx.emit_mbarrier_wait(self.builder, barrier.ir, parity.ir)
+        ptx_sm90.emit_mbarrier_wait(self.builder, barrier.ir, parity.ir)
 
     def mbarrier_arrive(self, barrier, condition) -> None:
         """One arrival, by threads for which the condition holds."""
         with self.builder.if_then(condition.ir):
-            ptx.emit_mbarrier_arrive(self.builder, barrier.ir)
+            ptx_sm90.emit_mbarrier_arrive(self.builder, barrier.ir)
 
     def store(self, tensor: _Global, index, values, condition=None) -> None:
         """Write consecutive elements in one access, where the condition holds."""
@@ -274,63 +272,3 @@ class _Emitter:
             vector = self.builder.insert_element(vector, value.ir, _I32(i))
         pointer = self.builder.bitcast(pointer, ir.PointerType(kind, pointer.type.addrspace))
         self.builder.store(vector, pointer, align=_WORD_BYTES * len(values))
-
-
-class _Evaluator:
-    """`e` in the simulator: the same operations on one thread's numbers."""
-
-    def __init__(self, thread):
-        self.thread = thread
-
-    def number(self, x: float):
-        return np.float32(x)
-
-    def fma(self, a, b, c):
-        return np.float32(float(a) * float(b) + float(c))
-
-    def max(self, a, b):
-        return np.fmax(np.float32(a), np.float32(b))
-
-    def ex2(self, x):
-        return np.float32(0) if x < _LEAST_EXPONENT else np.exp2(np.float32(x))
-
-    def where(self, condition, a, b):
-        return np.float32(a if condition else b)
-
-    def shfl_xor(self, x, distance: int):
-        return self.thread.exchange(_ALL_LANES, x)[self.thread.lane ^ distance]
-
-    def halves(self, low, high):
-        return int(np.array([low, high], np.float32).astype(np.float16).view(np.uint32)[0])
-
-    def unpack(self, packed) -> tuple:
-        return tuple(np.float32(x) for x in fragments.halves(packed))
-
-    def ldmatrix(self, address, transposed: bool = False) -> list:
-        memory = self.thread.grid.dynamic
-        pool = self.thread.shared_tile(0, (memory.size // _HALF_BYTES,), (1,), "float16")
-        row = self.thread.load(pool, (int(address) // _HALF_BYTES,), 8)
-        rows = self.thread.exchange(_ALL_LANES, row)
-        if "registers" not in rows:
-            rows["registers"] = fragments.ldmatrix([rows[lane] for lane in range(32)], transposed)
-        return [int(register) for register in rows["registers"][self.thread.lane]]
-
-    def mma(self, a, b, c) -> list:
-        lanes = self.thread.exchange(_ALL_LANES, (a, b, c))
-        if "registers" not in lanes:
-            operands = ([lanes[lane][i] for lane in range(32)] for i in range(3))
-            lanes["registers"] = fragments.mma(*operands)
-        return list(lanes["registers"][self.thread.lane])
-
-    def address(self, tensor, *index):
-        return tensor, index
-
-    def copy_async(self, target, source, step_bytes: int) -> None:
-        tensor, (*lead, last) = source
-        pool = self.thread.shared_tile(0, (self.thread.grid.dynamic.size // _WORD_BYTES,), (1,), "uint32")
-        to, step = (int(target) + step_bytes) // _WORD_BYTES, step_bytes // _WORD_BYTES
-        self.thread.copy_async(pool, (to,), tensor, (*lead, last + step), 4, 4)
-
-    def store(self, tensor, index, values, condition=None) -> None:
-        if condition is None or condition:
-            self.thread.store(tensor, index, values)

@@ -18,12 +18,17 @@ from __future__ import annotations
 
 from typing import Any, NamedTuple
 
+import numpy as np
+
+from numba_attn.device.fragments import C_COL, C_ROW, M, gather_a, multiply
+
 STEP = 16
 """Columns (of Q and K) or rows (of V) of one product."""
 GROUP_ROWS = 64
 """Rows of one product: of a warpgroup."""
 GROUP_THREADS = 128
-STRIDE_BYTES = 8 * 128
+ROW_BYTES, BLOCK_COLUMNS, CHUNK = 128, 64, 8
+STRIDE_BYTES = 8 * ROW_BYTES
 _HIGH_WORD = 1 << 30 | STRIDE_BYTES >> 4
 
 
@@ -42,3 +47,34 @@ class Matrix(NamedTuple):
     def words(self) -> tuple[int, int]:
         """What the descriptor's words are, but for address / 16 in the lower one."""
         return self.offset >> 4 | self.leading >> 4 << 16, _HIGH_WORD
+
+    def chunks(self, n: int) -> np.ndarray:
+        """Addresses of the chunks of n rows of A or columns of B, [n, 2], or of a transposed one, [16, n / 8]."""
+        start = self.address + self.offset
+        if self.transposed:
+            row, column = np.ogrid[:STEP, :n:CHUNK]
+            start = start + column // BLOCK_COLUMNS * self.leading
+        else:
+            row, column = np.ogrid[:n, :STEP:CHUNK]
+        at = start + row // 8 * STRIDE_BYTES + row % 8 * ROW_BYTES + column % BLOCK_COLUMNS * 2
+        return at ^ (at // ROW_BYTES % 8 * 16)
+
+    def of_chunks(self, halves: np.ndarray) -> np.ndarray:
+        """[n, 16] of the chunks' halves."""
+        matrix = halves.reshape(len(halves), -1)
+        return matrix.T if self.transposed else matrix
+
+
+def of_registers(registers) -> np.ndarray:
+    """A[64, 16] of the packed registers [128, 4]."""
+    return np.concatenate([gather_a(of_warp) for of_warp in np.split(np.asarray(registers), GROUP_ROWS // M)])
+
+
+def sum_of_products(lefts, rights) -> np.ndarray:
+    """Registers [128, columns / 2] of sum_k A_k B_k^T: lists of A_k[64, 16] and B_k[columns, 16], summed in order."""
+    total = np.zeros((GROUP_ROWS, len(rights[0])), np.float32)
+    for A, B in zip(lefts, rights, strict=True):
+        total = multiply(A, B.T, total)
+    tiles = total.reshape(GROUP_ROWS // M, M, -1, 8)  # [warp, row, tile of columns, column]
+    registers = tiles[:, C_ROW, :, C_COL]  # [lane, register, warp, tile]
+    return np.ascontiguousarray(registers.transpose(2, 0, 3, 1)).reshape(GROUP_THREADS, -1)

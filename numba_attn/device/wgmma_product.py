@@ -12,7 +12,7 @@ from numba import cuda, int32
 
 from numba_attn.device.fragments import N
 from numba_attn.device.mma_product import TILE, TILE_BYTES, TILE_WORDS
-from numba_attn.device.ptx import (
+from numba_attn.device.ptx_sm90 import (
     fence_mbarrier_init,
     mbarrier_arrive_expect,
     mbarrier_init,

@@ -10,7 +10,7 @@ from numba import cuda, float32, int32
 from numba_attn.device import mma_tile, wgmma_tile
 from numba_attn.device.mask import Mask
 from numba_attn.device.math import bits, cdiv
-from numba_attn.device.ptx import (
+from numba_attn.device.ptx_sm90 import (
     fence_mbarrier_init,
     mbarrier_arrive_expect,
     mbarrier_init,

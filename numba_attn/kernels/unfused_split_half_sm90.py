@@ -15,7 +15,7 @@ from numba_attn.device import mma_tile, wgmma_product, wgmma_tile
 from numba_attn.device.mask import Mask
 from numba_attn.device.math import bits, cdiv
 from numba_attn.device.mma_product import TILE, TILE_BYTES, TILE_WORDS
-from numba_attn.device.ptx import setmaxnreg
+from numba_attn.device.ptx_sm90 import setmaxnreg
 from numba_attn.device.smem import shared_memory
 from numba_attn.device.softmax import ONE
 from numba_attn.device.split_half import PEAK, ROW_BYTES, UNSCALE, WORD_BYTES, scales

@@ -6,6 +6,8 @@ import linecache
 import os
 import sys
 
+from numba_attn.sim.marks import COPIES, TENSOR_CORES
+
 MAX_LISTED = 8  # ranges of threads or places of a message; a warp that falls apart lane by lane has 32
 
 
@@ -34,7 +36,7 @@ def fail(thread, what: str, *others: int, file: str | None = None, line: int | N
         file, line = chain[0][0].co_filename, chain[0][1]
     elif file:
         where += f", {file_line(file, line)}"
-    numbers = tuple(dict.fromkeys((thread.index, *others)))
+    numbers = tuple(dict.fromkeys(number for number in (thread.index, *others) if number < COPIES))
     raise SimulationError(f"{what}; {where}; {thread.grid.block_text()}, {threads_text(numbers)}", file, line, numbers)
 
 
@@ -74,6 +76,14 @@ def name_of(thread, value) -> str:
     return ""
 
 
+def caller_line(thread) -> tuple[str, int]:
+    """File and line of the kernel or verb that calls a twin now."""
+    frame = sys._getframe(2)
+    while frame.f_code not in thread.grid.codes:
+        frame = frame.f_back
+    return frame.f_code.co_filename, frame.f_lineno
+
+
 def _where(chain, grid) -> str:
     if not chain:
         return f"kernel `{grid.name}`"
@@ -93,6 +103,13 @@ def file_line(file: str, line: int) -> str:
     except ValueError:  # another drive
         relative = file
     return f"{min(relative, file, key=len)}:{line}"
+
+
+def actor_text(number: int) -> str:
+    """Who a thread of a mark is."""
+    if number >= TENSOR_CORES:
+        return f"the tensor cores for warp {number - TENSOR_CORES}"
+    return "a bulk copy" if number >= COPIES else f"thread {number}"
 
 
 def threads_text(numbers) -> str:

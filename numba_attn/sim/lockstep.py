@@ -7,15 +7,22 @@ advances and all go on. Whoever waits for something that cannot come is reported
 
 from __future__ import annotations
 
+import numpy as np
 from greenlet import GreenletExit, getcurrent, greenlet
 
-from numba_attn.sim import collectives
+from numba_attn.sim import collectives, mbarriers
 from numba_attn.sim.errors import MAX_LISTED, SimulationError, fail_from, file_line, threads_text
 from numba_attn.sim.marks import MAX_THREADS
 from numba_attn.sim.shared import FinerUnitsError
 from numba_attn.sim.threads import WARP, Grid, Thread
+from numba_attn.sim.warpgroups import Warpgroup
 
 ENDED = "ended"
+WAITS = MBARRIER, NAMED = "mbarrier wait", "named barrier"
+PRODUCT = "warpgroup product"
+EVENTS = (*WAITS, PRODUCT)
+"""What threads wait for without standing at a collective of their warp or block."""
+GROUP = 128
 
 
 class Hub:
@@ -32,7 +39,8 @@ class Hub:
         """Run one block; `programs[i](None)` is what thread i executes."""
         self.grid.start_block(block)
         for thread, program in zip(self.threads, programs, strict=True):
-            thread.copies, thread.groups, thread.request, thread.answer = [], [], None, None
+            thread.copies, thread.groups, thread.products, thread.known = [], [], [], None
+            thread.request, thread.answer = None, None
             thread.greenlet = greenlet(program)
             thread.greenlet.gr_context = self.context
         try:
@@ -40,7 +48,7 @@ class Hub:
             while waiting:
                 for warp in waiting:
                     self._run_warp(warp)
-                waiting = self.warps if self._pass_block_barrier() else ()
+                waiting = self._go_on()
         finally:
             for thread in self.threads:
                 if thread.greenlet:
@@ -61,13 +69,44 @@ class Hub:
                     thread.end()
             ready = self._meet(warp)
 
+    def _go_on(self):
+        """The warps that can run, now that all threads wait; none if all have ended."""
+        while any(thread.request in EVENTS for thread in self.threads):
+            if self._pass_events():
+                return [warp for warp in self.warps if any(thread.request is None for thread in warp)]
+            if not self.grid.copies:
+                self._fail_events()
+            # The last one first: who relies on an order of copies relies on nothing.
+            self.grid.copies.pop().land()
+        if self._pass_block_barrier():
+            return self.warps
+        if self.grid.copies:
+            self._fail_copies()
+        return ()
+
+    def _pass_events(self) -> list:
+        """Let threads go on because of an mbarrier's phase, a named barrier, or a whole warpgroup at a product."""
+        ready = []
+        for thread in self.threads:
+            if thread.request == MBARRIER and thread.value[0].is_complete(thread.value[1]):
+                thread.request = thread.answer = None
+                ready.append(thread)
+        while self.grid.passed:
+            ready += self.grid.passed.pop().go_on()
+        for first in range(0, len(self.threads), GROUP):
+            lanes = self.threads[first : first + GROUP]
+            at_product = {(thread.request, thread.site) for thread in lanes}
+            if len(lanes) == GROUP and len(at_product) == 1 and lanes[0].request == PRODUCT:
+                group = Warpgroup(lanes)
+                for thread in lanes:
+                    thread.answer, thread.request = group, None
+                ready += lanes
+        return ready
+
     def _meet(self, warp) -> list:
         """Answer the collectives whose lanes are all there; returns the lanes that go on."""
         first = warp[0]
-        groups = {}
-        for thread in warp:
-            if thread.request in collectives.WARP_WIDE:
-                groups.setdefault((thread.request, thread.mask, thread.site), []).append(thread)
+        groups = self._collectives(warp)
         if not groups:
             return []
         ready = []
@@ -76,9 +115,17 @@ class Hub:
             if request == "activemask" or present == mask:
                 self._answer(request, present, lanes)
                 ready += lanes
-        if not ready:
+        if not ready and not any(thread.request in EVENTS for thread in warp):
             self._fail_diverged(first.warp, warp, groups)
         return ready
+
+    def _collectives(self, warp) -> dict:
+        """The lanes at each collective of the warp."""
+        groups = {}
+        for thread in warp:
+            if thread.request in collectives.WARP_WIDE:
+                groups.setdefault((thread.request, thread.mask, thread.site), []).append(thread)
+        return groups
 
     def _answer(self, request: str, present: int, lanes) -> None:
         if request == "syncwarp":
@@ -97,6 +144,10 @@ class Hub:
             seen[thread.lane] = time
         for thread in lanes:
             thread.seen = seen
+        known = [thread.known for thread in lanes if thread.known is not None]
+        for thread in lanes if known else ():
+            thread.known = np.maximum.reduce(known)
+        for thread in lanes:
             thread.warp_mark = min(seen) * MAX_THREADS
 
     def _pass_block_barrier(self) -> bool:
@@ -117,6 +168,27 @@ class Hub:
     def _fail_barrier(self) -> None:
         self._fail("barrier not reached by all threads of the block", self.threads, collectives.BLOCK_WIDE)
 
+    def _fail_events(self) -> None:
+        """Nobody can go on, and some wait for what only others can bring about."""
+        for warp in self.warps:
+            groups = self._collectives(warp)
+            if groups:
+                self._fail_diverged(warp[0].warp, warp, groups)
+        for first in range(0, len(self.threads), GROUP):
+            requests = {thread.request for thread in self.threads[first : first + GROUP]}
+            if PRODUCT in requests and requests.isdisjoint(WAITS):
+                self._fail("products not reached by the whole warpgroup", self.threads, [PRODUCT])
+        requests = {thread.request for thread in self.threads}
+        what, kind = ("wait for a phase that nobody completes", MBARRIER)
+        if MBARRIER not in requests:
+            what, kind = "named barrier that is not reached by all its threads", NAMED
+        self._fail(what, self.threads, [kind], mbarriers.unfinished(self.grid))
+
+    def _fail_copies(self) -> None:
+        copy = self.grid.copies[0]
+        what = f"the block ended with {copy} in flight; kernel `{self.grid.name}`, {self.grid.block_text()}"
+        raise SimulationError(what, copy.file, copy.line, (copy.thread,))
+
     def _fail_diverged(self, number: int, warp, groups) -> None:
         (request, mask, _), lanes = next(iter(groups.items()))
         there = {thread.lane for thread in lanes}
@@ -130,7 +202,7 @@ class Hub:
             what = f"{request} with mask {mask:#x} not reached by all its lanes in warp {number}"
         self._fail(what, warp, collectives.WARP_WIDE)
 
-    def _fail(self, what: str, threads, kinds) -> None:
+    def _fail(self, what: str, threads, kinds, more: str = "") -> None:
         places = {}
         for thread in threads:
             site = thread.site if thread.request != ENDED else -1
@@ -139,7 +211,7 @@ class Hub:
         for (request, site), numbers in list(places.items())[:MAX_LISTED]:
             where = "returned" if request == ENDED else f"at {request} {file_line(*self.grid.site_line(site))}"
             texts.append(f"{threads_text(numbers)} {where}")
-        more = " ..." if len(places) > MAX_LISTED else ""
+        more = (" ..." if len(places) > MAX_LISTED else "") + more
         # The line at fault is one that waits; if several do, the one with the fewest threads.
         waiting = [(len(numbers), site, numbers) for (request, site), numbers in places.items() if request in kinds]
         _, site, numbers = min(waiting)

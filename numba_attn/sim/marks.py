@@ -8,6 +8,9 @@ from __future__ import annotations
 MAX_THREADS = 1 << 12
 ATOMIC = MAX_THREADS - 1  # "thread" of a mark: several threads may have written, all atomically
 NEVER = -MAX_THREADS
+COPIES = 1 << 10  # "thread" that the bulk copies of the first mbarrier are; those of the others follow
+TENSOR_CORES = 1 << 11  # and that the tensor cores are which read for warp 0
+KNOWN = TENSOR_CORES + 32
 IN_FLIGHT = (1 << 62) + ATOMIC - 1  # later than all other marks, by no thread
 
 

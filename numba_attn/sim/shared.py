@@ -20,7 +20,7 @@ from math import prod
 
 import numpy as np
 
-from numba_attn.sim.errors import fail, file_line
+from numba_attn.sim.errors import actor_text, fail, file_line
 from numba_attn.sim.marks import ATOMIC, IN_FLIGHT, MAX_THREADS, NEVER
 from numba_attn.sim.scalars import dtype_of
 from numba_attn.sim.views import make_view
@@ -142,7 +142,7 @@ class SharedMemory:
         """Whether a barrier stands between what thread `other` did at `time` and `thread` now."""
         if time < self.clock.block_time:
             return True
-        return other // 32 == thread.warp and time < thread.seen[other % 32]
+        return thread.ordered(other, time)
 
     def atomic(self, view, thread, cell: int, index, update):
         """Replace the element by `update(old)` in one step and return old."""
@@ -166,7 +166,8 @@ class SharedMemory:
         return old
 
     def fail_race(self, view, thread, action: str, index, other: int, done: str) -> None:
-        fail(thread, f"race: {action} of {view.text(index)}, {done} by thread {other} with no barrier between", other)
+        by = f"{done} by {actor_text(other)} with no barrier between"
+        fail(thread, f"race: {action} of {view.text(index)}, {by}", other)
 
     def fail_in_flight(self, view, thread, flight: InFlight, action: str, index) -> None:
         issued = f"{file_line(flight.file, flight.line)} by thread {flight.thread}"

@@ -109,6 +109,15 @@ class Tensor:
             return threads_text((other,)), (other,)
         return f"{threads_text((other,))} of block {block}", ()
 
+    def read_run(self, index) -> np.ndarray:
+        """`self[index]` whose last subscript is a slice in range, as an array."""
+        whole = self._written is None or self._written[index].all()
+        if not whole or any(write is not None for write in self.log.writes[index]):
+            *lead, last = index
+            for i in range(last.start, last.stop):
+                self._check_read((*lead, i))
+        return self.array[index]
+
     def element(self, index) -> tuple:
         """The index of one element as a tuple, in range."""
         index = index if type(index) is tuple else (index,)

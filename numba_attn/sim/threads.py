@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import sys
 
-from numba_attn.sim import vectors
+import numpy as np
+
+from numba_attn.sim import mbarriers, vectors, warpgroups
 from numba_attn.sim.errors import fail, file_line
-from numba_attn.sim.marks import Clock
+from numba_attn.sim.marks import KNOWN, Clock
 from numba_attn.sim.shared import SharedMemory
 
 WARP = 32
@@ -28,6 +30,10 @@ class Grid:
         self.block = 0
         self.dynamic = None
         self.static = {}
+        self.mbarriers = {}  # by address
+        self.named = {}  # barriers that some warps have reached, by name
+        self.passed = []  # and those that all have
+        self.copies = []  # bulk copies in flight
         self._sites = {}
         self._places = []
         self._site_of = {}
@@ -39,6 +45,7 @@ class Grid:
         # The pool of dynamic shared memory is aligned to a row of banks.
         self.dynamic = SharedMemory(self.clock, self.smem_bytes, self.unit, 128, "dynamic shared")
         self.static = {}
+        self.mbarriers, self.named, self.passed, self.copies = {}, {}, [], []
 
     def block_text(self) -> str:
         x, y, z = self.grid_dim
@@ -97,6 +104,8 @@ class Thread:
         self.lane = index % WARP
         self.seen = [0] * WARP  # per lane of the warp: its accesses before this time are ordered before ours
         self.warp_mark = 0
+        self.known = None
+        """By number of the thread, the same for those of all warps and for what is no thread (`marks`)."""
         self.request = None
         self.mask = FULL
         self.value = None
@@ -104,6 +113,7 @@ class Thread:
         self.answer = None
         self.copies = []
         self.groups = []
+        self.products = []  # of the tensor cores, in flight
         self.greenlet = None
         self._hub = hub
 
@@ -123,7 +133,21 @@ class Thread:
         """Whether a barrier stands between what thread `other` of this block did at `time` and this thread now."""
         if time < self.grid.clock.block_time:
             return True
-        return other // WARP == self.warp and time < self.seen[other % WARP]
+        if other // WARP == self.warp and time < self.seen[other % WARP]:
+            return True
+        return self.known is not None and bool(time < self.known[other])
+
+    def learn(self, released) -> None:
+        """What others have released is ordered before what this thread does now."""
+        self.known = released.copy() if self.known is None else np.maximum(self.known, released)
+
+    def released(self):
+        """Per thread, the time before which its accesses are ordered before whoever acquires this one's arrival."""
+        now = np.zeros(KNOWN, np.int64) if self.known is None else self.known.copy()
+        first = self.warp * WARP
+        now[first : first + WARP] = np.maximum(now[first : first + WARP], self.seen)
+        now[self.index] = self.grid.clock.tick()
+        return now
 
     def shared_tile(self, offset_bytes: int, shape, strides, dtype):
         """This thread's view of dynamic shared memory at a byte offset; strides in elements."""
@@ -151,8 +175,46 @@ class Thread:
         while len(self.groups) > pending:
             vectors.land(self, self.groups.pop(0))
 
+    def mbarrier_init(self, address: int, arrivals: int) -> None:
+        mbarriers.init(self, address, arrivals)
+
+    def mbarrier_fence(self) -> None:
+        mbarriers.fence_init(self)
+
+    def mbarrier_arrive(self, address: int, n_bytes: int = 0) -> None:
+        """One arrival, after `n_bytes` have been announced."""
+        mbarriers.arrive(self, address, n_bytes)
+
+    def mbarrier_wait(self, address: int, parity: int) -> None:
+        mbarriers.wait(self, address, parity)
+
+    def copy_bulk(self, target: int, source, n_bytes: int, barrier: int) -> None:
+        """Start a copy from `source`, a tensor and the index of the first element, to a shared address."""
+        mbarriers.copy_bulk(self, target, source, n_bytes, barrier)
+
+    def named_barrier(self, name: int, threads: int, *, wait: bool) -> None:
+        mbarriers.named(self, name, threads, wait=wait)
+
+    def meet_warpgroup(self, value) -> warpgroups.Warpgroup:
+        """Wait for the other threads of the warpgroup, which bring their values: for twins of its products."""
+        return self.meet("warpgroup product", FULL, value)
+
+    def start_products(self, group, registers: list, sums: list) -> list:
+        """The sums of a statement of products, in flight until `wait_products`; `registers`: its left operands."""
+        product = warpgroups.InFlightProduct(self, group, registers)
+        return [warpgroups.Sum(self, product, x) for x in sums]
+
+    def wait_products(self, pending: int, sums: list, registers: list) -> list:
+        """`sums`, once at most `pending` statements are in flight; `registers`: the left operands of the others."""
+        return warpgroups.wait(self, pending, sums, registers)
+
     def end(self) -> None:
         """The thread has returned."""
+        if self.products:
+            flight = self.products[0]
+            place = file_line(flight.file, flight.line)
+            what = f"the thread ended with products in flight, issued at {place}"
+            fail(self, what, file=flight.file, line=flight.line)
         left = [copy for group in [*self.groups, self.copies] for copy in group]
         if left:
             memory, cell = left[0]

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import sys
-
-from numba_attn.sim.errors import fail
+from numba_attn.sim.errors import caller_line, fail
 from numba_attn.sim.marks import IN_FLIGHT
 from numba_attn.sim.shared import InFlight
 from numba_attn.sim.tensors import Tensor
@@ -49,7 +47,7 @@ def copy_async(thread, target, target_index, source, source_index, n: int, valid
             values[k] = target.scalar(source[(*lead, start + k)])
     memory = target.memory
     span = target.dtype.itemsize // memory.unit
-    file, line = _line(thread)
+    file, line = caller_line(thread)
     block_mark = memory.clock.block_mark
     for k, value in enumerate(values):
         raw = value.tobytes() if span > 1 else b""
@@ -63,14 +61,6 @@ def copy_async(thread, target, target_index, source, source_index, n: int, valid
             memory.cells[cell] = InFlight(piece, thread.index, file, line)
             memory.marks[cell] = IN_FLIGHT
             thread.copies.append((memory, cell))
-
-
-def _line(thread) -> tuple[str, int]:
-    """File and line of the kernel or verb that calls a twin now."""
-    frame = sys._getframe(2)
-    while frame.f_code not in thread.grid.codes:
-        frame = frame.f_back
-    return frame.f_code.co_filename, frame.f_lineno
 
 
 def land(thread, copies) -> None:
