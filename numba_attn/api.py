@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from numba_attn import choice
-from numba_attn.call import attend, device_of, flags, geometry_of
+from numba_attn.call import attend, device_of, facts_of, flags
 from numba_attn.kernels import KERNELS
 
 
@@ -125,6 +125,6 @@ def explain(
         raise NotImplementedError("mask is not there yet: only causal removes keys")
     names = ("q", "k", "v")
     causal, enable_gqa, _ = flags(names, causal, enable_gqa, return_lse)
-    geometry = geometry_of(names, q, k, v, causal, enable_gqa, stream)
+    geometry, has_matmul = facts_of(names, q, k, v, causal, enable_gqa, stream)
     device, has_gpu = device_of(geometry)
-    return choice.explain(kernel, KERNELS, geometry.problem, device, has_gpu)
+    return choice.explain(kernel, KERNELS, geometry.problem, device, has_gpu, has_matmul)

@@ -101,12 +101,12 @@ def flags(names, causal, enable_gqa, return_lse=False) -> tuple[bool, bool, bool
     return bool(causal), bool(enable_gqa), bool(return_lse)
 
 
-def geometry_of(names, q, k, v, causal, enable_gqa, stream=None) -> Geometry:
-    """The checked facts of a call that is not made."""
+def facts_of(names, q, k, v, causal, enable_gqa, stream=None) -> tuple[Geometry, bool]:
+    """The checked facts of a call that is not made, and whether the arrays' library multiplies."""
     library = interop.library_of(names, (q, k, v))
     arrays = _adopt(library, names, (q, k, v), stream) if library is device_arrays else (q, k, v)
     operands = (library.operand(array, name) for array, name in zip(arrays, names, strict=True))
-    return describe(*operands, is_causal=causal, enable_gqa=enable_gqa)
+    return describe(*operands, is_causal=causal, enable_gqa=enable_gqa), hasattr(library, "matmul")
 
 
 def device_of(geometry: Geometry) -> tuple[Device, bool]:
@@ -177,7 +177,7 @@ def _stand_in(library, arrays, pointers, geometry, stream) -> None:
 
 def _attend_on_host(names, q, k, v, causal, scale, enable_gqa, return_lse, kernel, out, stream):
     """numpy arrays through the current device of Numba."""
-    geometry = geometry_of(names, q, k, v, causal, enable_gqa)
+    geometry, _ = facts_of(names, q, k, v, causal, enable_gqa)
     if out is not None:
         numpy_arrays.check_out(out, geometry, dict(zip(names, (q, k, v), strict=True)))
     if launch.device_count() == 0:

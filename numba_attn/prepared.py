@@ -105,12 +105,8 @@ def prepare(library, names, arrays, causal, enable_gqa, return_lse, kernel) -> C
         if kernel is not None:
             find(kernel, KERNELS)
     else:
-        chosen = choose(kernel, KERNELS, problem, launch.device_facts(index))
+        chosen = choose(kernel, KERNELS, problem, launch.device_facts(index), hasattr(library, "matmul"))
         uses_matmul = chosen.uses_matmul
-        if uses_matmul and not hasattr(library, "matmul"):
-            raise ValueError(
-                f"kernel {chosen.name} multiplies with the arrays' library: torch or CuPy arrays are needed"
-            )
         plan = launch.prepare(chosen, problem, index, layouts)
         if uses_matmul:
             workspace = tuple((View.contiguous(space.shape), space.dtype) for space in plan.workspace.values())

@@ -426,6 +426,7 @@ def test_numpy_without_a_gpu():
     told = numba_attn.explain(q, k, v, causal=True)
     assert told.problem.is_causal and told.chosen in [kernel.name for kernel in KERNELS]
     assert "no GPU here" in repr(told)
+    assert numba_attn.explain(q, k, v, kernel="unfused_fp32").chosen is None, "it needs torch's or CuPy's product"
     with pytest.raises(ValueError, match="^k has head dim"):
         numba_attn.attention(q, k[..., 1:], v)
     with pytest.raises(ValueError, match="^out shares memory with v"):

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 from hypothesis import given
@@ -262,6 +264,19 @@ def test_explanation_has_a_line_for_each_kernel():
     assert "H200" in repr(told) and "no GPU" in repr(told) and "too big" in str(told)
     assert choice.explain(b, (c,), PROBLEM, H200, has_gpu=True).reasons["b"] == "chosen"
     assert choice.explain("a", (a, b, c), PROBLEM, H200, has_gpu=True).chosen is None
+
+
+def test_products_need_a_library_that_multiplies():
+    a, b = replace(fake_kernel("a"), uses_matmul=True), fake_kernel("b", rather="slow")
+    assert choice.choose(None, (a, b), PROBLEM, H200) is a
+    assert choice.choose(None, (a, b), PROBLEM, H200, has_matmul=False) is b
+    with pytest.raises(ValueError, match="kernel a cannot serve this call: multiplies"):
+        choice.choose(a, (a, b), PROBLEM, H200, has_matmul=False)
+    told = choice.explain("a", (a, b), PROBLEM, H200, has_gpu=True, has_matmul=False)
+    assert told.chosen is None and told.reasons == {
+        "a": f"cannot: {choice.NO_PRODUCTS}",
+        "b": "can, but a was asked for",
+    }
 
 
 def test_every_registered_kernel_has_its_own_name_and_is_chosen_or_says_why():

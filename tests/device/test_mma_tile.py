@@ -389,20 +389,20 @@ def test_finish_beside_the_tensor():
         simulate(finish_kernel(16, 16, -1), nans(16, 9), B, L.copy(), unit)
 
 
-def test_ring(run):
-    for slots in (2, 3, 4):
-        following = mma_tile.ring(slots)
+@pytest.mark.parametrize("slots", [2, 3, 4])
+def test_ring(run, slots):
+    following = mma_tile.ring(slots)
 
-        @cuda.jit
-        def kernel(O, following=following):
-            slot = 0
-            for i in range(O.shape[0]):
-                O[i] = slot
-                slot = following(slot)
+    @cuda.jit
+    def kernel(O):
+        slot = 0
+        for i in range(O.shape[0]):
+            O[i] = slot
+            slot = following(slot)
 
-        O = np.full(9, -1, np.int32)
-        run(kernel, O)
-        np.testing.assert_array_equal(O, np.arange(9) % slots)
+    O = np.full(9, -1, np.int32)
+    run(kernel, O)
+    np.testing.assert_array_equal(O, np.arange(9) % slots)
 
 
 def test_helpers_are_inverse():
