@@ -1,7 +1,27 @@
 """fp32 accuracy on tensor cores for wide heads: two products of halves by Hopper's `wgmma`, P in memory between.
 
-To unfused_split_half_sm80 it adds warpgroups that multiply straight from shared memory, and one that does nothing but
-copy: 128 x 256 of S or O a block. Bound by tensor cores, and by the traffic of tiles from L2.
+Twelfth rung of the ladder. To the tenth, unfused_split_half_sm80, it adds warpgroups that multiply straight from shared
+memory, and one that does nothing but copy. Bound by tensor cores, and by the bytes of splitting.
+
+Algorithm. Five launches, see `two_products`. In two of them:
+
+    scores    per block of 128 rows and 256 keys, slab by slab of 64 columns:     S = S + units Q K^T
+              then for each group g of 64 keys:   m_g = rowmax S     P = 2^(S - m_g)     l_g = rowsum P
+    outputs   per block of 128 rows and 256 columns, group by group of keys:      O = O + w_g units P V
+
+Work split. One block an SM, which takes every gridDim-th block of S or O that counts: while one is written, the first
+tiles of the next are on their way. A warpgroup has 64 rows and all columns, one thread of the last copies.
+
+Memory. Images take the bytes of Q, K and V again, columns padded to 64, that of P four bytes a score; batches of heads
+or of blocks of rows keep all below 512 MB. Shared: a ring of slots of 32 KB, each with 128 rows of the left operand or
+128 rows (columns) of the right one. Registers per lane: 128 for S or O, 64 for the sums of one tile.
+
+Numerics. As flash_split_half_sm90: each sum starts from zero at each tile, small products first, and is added in fp32.
+P is split in units of its group's largest, so that its digits last whatever the row's largest is.
+
+Limits. Compute capability 9.0; K and V of one head within 512 MB; grids are for 132 SMs.
+
+Source. Split and sums: Ootomo and Yokota 2022. Partial softmax: Flash-Decoding (Dao et al. 2023).
 """
 
 from __future__ import annotations
@@ -11,20 +31,19 @@ from itertools import product
 
 from numba import cuda, float32
 
-from numba_attn.device import mma_tile, wgmma_product, wgmma_tile
+from numba_attn.device import mma_tile, wgmma_panels, wgmma_product, wgmma_tile
 from numba_attn.device.mask import Mask
-from numba_attn.device.math import bits, cdiv
+from numba_attn.device.math import bits
 from numba_attn.device.mma_product import TILE, TILE_BYTES, TILE_WORDS
 from numba_attn.device.ptx_sm90 import setmaxnreg
 from numba_attn.device.smem import shared_memory
 from numba_attn.device.softmax import ONE
 from numba_attn.device.split_half import PEAK, ROW_BYTES, UNSCALE, WORD_BYTES, scales
-from numba_attn.device.weights_kernel import WeightsConfig, build_weights
 from numba_attn.device.wgmma_fragments import GROUP_THREADS
 from numba_attn.device.wgmma_product import AT_ONCE, GROUPS, SLOT_BYTES
-from numba_attn.images import IMAGES, RECORDS, Batch, ImageBatches
 from numba_attn.kernel import Kernel, Launch, Workspace
 from numba_attn.problem import Device, Problem
+from numba_attn.two_products import TwoProducts, unsuited
 
 BLOCK_M, PANELS = TILE * GROUPS, 4
 BLOCK_N = PANELS * TILE
@@ -52,24 +71,16 @@ class Config:
 
 SMS = 132
 """Blocks of a launch at most, one for each SM of an H100 or H200: more work is dealt out in turns."""
-LEAST_ROWS, LEAST_FLOP = 64, 1e9  # below which other kernels are faster
-FUSED_COLUMNS = 256
 
 
 def supports(problem: Problem, device: Device) -> str | None:
     if device.cc != (9, 0):
         return f"multiplies halves by wgmma, of compute capability 9.0 alone: {device.name} has {device.cc}"
-    return images(problem).refusal
+    return steps(problem).images.refusal
 
 
 def suits(problem: Problem, device: Device) -> str | None:
-    if max(problem.D, problem.Dv) <= FUSED_COLUMNS:
-        return f"head dims up to {FUSED_COLUMNS}: P need not go through memory"
-    if problem.Lq < LEAST_ROWS:
-        return f"fewer than {LEAST_ROWS} rows a head: most of a block would be empty"
-    if problem.flop < LEAST_FLOP:
-        return f"less than {LEAST_FLOP:.0e} operations: five launches take longer than they save"
-    return None
+    return unsuited(problem)
 
 
 def config(problem: Problem, device: Device) -> Config:
@@ -85,47 +96,16 @@ def small_config(problem: Problem) -> Config:
     return Config(1, problem.is_causal, slots=4)
 
 
-def images(problem: Problem) -> ImageBatches:
-    groups = cdiv(problem.Lk, AT_ONCE) * AT_ONCE // TILE
-
-    def more(heads: int, m_blocks: int) -> dict[str, Workspace]:
-        rows = m_blocks * BLOCK_M
-        statistics = Workspace((heads, groups, rows))
-        return {
-            "P_image": Workspace((heads, rows // TILE * groups * TILE_WORDS), "uint32"),
-            "M": statistics,
-            "L": statistics,
-            "V_amax": Workspace((heads,)),
-        }
-
-    return ImageBatches(problem, TILE, TILE, BLOCK_M, AT_ONCE, more)
+def steps(problem: Problem) -> TwoProducts:
+    return TwoProducts(problem, BLOCK_M, BLOCK_N, AT_ONCE, SMS)
 
 
 def workspace(problem: Problem, config: Config) -> dict[str, Workspace]:
-    return images(problem).workspace
+    return steps(problem).images.workspace
 
 
 def launches(problem: Problem, config: Config) -> tuple[Launch, ...]:
-    weights = WeightsConfig(BLOCK_M, TILE, config.is_causal)
-    n_blocks, d_blocks = cdiv(problem.Lk, BLOCK_N), cdiv(problem.Dv, BLOCK_N)
-
-    def between(batch: Batch) -> tuple[Launch, ...]:
-        blocks, row = batch.heads * batch.m_blocks, batch.first_row
-        Q_image, K_image, V_image = batch.parts(*IMAGES)
-        Q_record, K_record, V_record = records = batch.parts(*RECORDS)
-        Q, K, O, lse = batch.parts("Q", "K", "O", "lse")
-        P, M, L, V_amax, unsafe = batch.parts("P_image", "M", "L", "V_amax", "unsafe")
-        of_scores = (Q, K, Q_image, K_image, Q_record, K_record, P, M, L, unsafe, row)
-        of_weights = (Q, K, *records, M, L, V_amax, unsafe, lse, "scale", row)
-        of_outputs = (Q, K, P, V_image, V_record, M, V_amax, unsafe, O, row)
-        sizes = config.threads, config.smem_bytes
-        return (
-            Launch(build_scores, config, of_scores, max(1, min(SMS, blocks * n_blocks)), *sizes),
-            Launch(build_weights, weights, of_weights, blocks, weights.rows),
-            Launch(build_outputs, config, of_outputs, min(SMS, blocks * d_blocks), *sizes),
-        )
-
-    return images(problem).launches(between)
+    return steps(problem).launches(build_scores, build_outputs, config, config.threads, config.smem_bytes)
 
 
 def build_scores(config: Config):
@@ -138,10 +118,10 @@ def build_scores(config: Config):
     start = wgmma_product.start(PANELS)
     multiply, multiply_more = (wgmma_product.multiply(half, SLOTS, transposed=False) for half in range(2))
     load_units = wgmma_product.load_units(PANELS)
-    mask = wgmma_product.masked(PANELS, end_of_row)
+    mask = wgmma_panels.masked(PANELS, end_of_row)
     softmax = mma_tile.softmax(16 * PANELS, TILE)  # statistics of each panel, not of all
-    store_image = wgmma_product.store_image(PANELS)
-    store_statistics = wgmma_product.store_statistics(PANELS)
+    store_image = wgmma_panels.store_image(PANELS)
+    store_statistics = wgmma_panels.store_statistics(PANELS)
 
     @cuda.jit
     def scores(Q, K, Q_image, K_image, Q_record, K_record, P_image, M, L, unsafe, first_row):
@@ -229,7 +209,7 @@ def build_outputs(config: Config):
     multiply, multiply_more = (wgmma_product.multiply(half, SLOTS, transposed=True) for half in range(2))
     load_factors = wgmma_product.load_factors(PANELS)
     place = wgmma_product.place(config.is_causal)
-    store = wgmma_product.store_outputs(PANELS, config.vector)
+    store = wgmma_panels.store_outputs(PANELS, config.vector)
 
     @cuda.jit
     def outputs(Q, K, P_image, V_image, V_record, W, V_amax, unsafe, O, first_row):
