@@ -28,6 +28,8 @@ class ImageBatches:
     rows: int
     columns: int
     block_m: int
+    halves: int = 2
+    """1 for accuracy class tf32."""
 
     @property
     def workspace(self) -> dict[str, Workspace]:
@@ -49,7 +51,7 @@ class ImageBatches:
         scale.
         """
         problem, steps = self.problem, []
-        split = SplitConfig(self.rows, padded(self.columns), 4 if problem.vector == 4 else 1)
+        split = SplitConfig(self.rows, padded(self.columns), 4 if problem.vector == 4 else 1, self.halves)
         rescue = RescueConfig(problem.is_causal)
         for heads, part in self._batches():
             space = self._of_heads(heads)
@@ -70,7 +72,7 @@ class ImageBatches:
         m_blocks = cdiv(self.problem.Lq, self.block_m)
         tiles = {"Q": m_blocks * self.block_m // self.rows}
         tiles["K"] = tiles["V"] = cdiv(self.problem.Lk, self.rows)
-        words = image_words(self.rows, self.columns)
+        words = image_words(self.rows, self.columns, self.halves)
         images = {f"{name}_image": Workspace((heads, n * words), "uint32") for name, n in tiles.items()}
         records = {f"{name}_record": Workspace((heads, n, RECORD)) for name, n in tiles.items()}
         return {**images, **records, "unsafe": Workspace((heads, m_blocks), "int32")}

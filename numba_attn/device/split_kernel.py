@@ -1,4 +1,4 @@
-"""The launch that splits: tiles of Q, K and V become images of halves, each with its scale and record.
+"""The launch that splits: tiles of Q, K and V become images of one or two halves, each with its scale and record.
 
 One block per tile, whatever the operand; a thread has one chunk of eight columns in every eighth row, kept in registers
 while the tile's largest number is found, so that everything is read once and travels 16 bytes at a time.
@@ -37,6 +37,7 @@ class SplitConfig:
     rows: int
     columns: int
     vector: int
+    halves: int = 2
 
     @property
     def threads(self) -> int:
@@ -50,10 +51,10 @@ class SplitConfig:
 def build_split(config: SplitConfig):
     """`split_halves(Q, K, V, Q_image, .., V_record, scale)`: Q is taken times scale log2(e)."""
     ROWS, VECTOR, CHUNKS = config.rows, config.vector, padded(config.columns) // CHUNK
-    TILE_WORDS = image_words(ROWS, config.columns)
+    TILE_WORDS = image_words(ROWS, config.columns, config.halves)
     TURNS = ROWS // 8
     X_SHAPE = (TURNS, CHUNK)
-    write = write_image(ROWS, config.columns)
+    write = write_image(ROWS, config.columns, config.halves)
     word = image_word(ROWS)
     load = vector_load(VECTOR)
 
