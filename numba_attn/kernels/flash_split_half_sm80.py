@@ -23,7 +23,7 @@ Q_ROWS K_ROWS / 32 for S.
 
 Numerics. A number is off by 2^-23, a product by 2^-22 of it at most; sums are truncated within 16 S_CHAIN columns (S)
 or 16 O_CHAIN keys (O), and rounded to nearest beyond. Against float64, normwise: 5e-7 on normal inputs. With one half a
-number is off by 2^-12, a product by 2^-11: normwise 3e-4.
+number is off by 2^-12, a product by 2^-11: normwise 4e-4.
 
 Limits. Compute capability 8.0, head dims up to 256, images of one head within 512 MB.
 
