@@ -62,6 +62,21 @@ def test_a_wrong_result(call):
         sample.check_close(OnHost(o))
 
 
+def test_a_result_of_class_tf32(call):
+    problem, inputs, _, _ = call
+    sample = sample_of(problem, inputs)
+    o, lse = reference.attention_tf32(*inputs, causal=problem.is_causal)
+    sample.check(OnHost(o), OnHost(lse), "tf32")
+    sample.check_close(OnHost(o), "tf32")
+    for too_strict in (lambda: sample.check(OnHost(o), OnHost(lse), "fp32"), lambda: sample.check_close(OnHost(o))):
+        with pytest.raises(AssertionError):
+            too_strict()
+    o[1, 2, 7, 3] += 0.02
+    for wrong in (lambda: sample.check(OnHost(o), OnHost(lse), "tf32"), lambda: sample.check_close(OnHost(o), "tf32")):
+        with pytest.raises(AssertionError):
+            wrong()
+
+
 def test_a_wrong_lse(call):
     problem, inputs, o, lse = call
     lse[0, 0, 3] *= 1.01
