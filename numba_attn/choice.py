@@ -22,11 +22,15 @@ class Explanation:
     reasons: dict[str, str]
     """For every kernel, in order: 'chosen', or why it is not. An unregistered kernel that has a registered one's name
     is called '<name> (given)'."""
+    accuracy: str | None = None
+    """Class of the chosen kernel's results: that of `problem.precision`, or a better one."""
 
     def __repr__(self) -> str:
         facts = self.problem
         shape = f"B={facts.B} H={facts.H} Lq={facts.Lq} Lk={facts.Lk} D={facts.D} Dv={facts.Dv}"
         options = f"{facts.dtype}{' causal' if facts.is_causal else ''}, loads of {facts.vector}"
+        if facts.precision != "fp32":
+            options += f", precision {facts.precision}" + (f" gives {self.accuracy}" if self.accuracy else "")
         device = self.device.name if self.has_gpu else f"no GPU here; as on an {self.device.name}"
         width = max(map(len, self.reasons), default=0)
         lines = [f"{name:<{width}}  {reason}" for name, reason in self.reasons.items()]
@@ -41,6 +45,7 @@ def choose(
 ) -> Kernel:
     """The kernel that the caller asked for; without one, the first that suits, or else the first that can serve.
 
+    Precision is a fact like others. Kernels with a faster mode for it stand before those that they are faster than.
     has_matmul: the library of the caller's arrays multiplies.
 
     Raises:
@@ -104,4 +109,6 @@ def explain(
             reason = _refusal(candidate, problem, device, has_matmul)
             rather = f"{label} was asked for" if asked else candidate.suits(problem, device)
             reasons[name] = f"cannot: {reason}" if reason else f"can, but {rather or 'comes later in the list'}"
-    return Explanation(problem, device, has_gpu, chosen and chosen.name, reasons)
+    return Explanation(
+        problem, device, has_gpu, chosen and chosen.name, reasons, chosen and chosen.accuracy_at(problem)
+    )

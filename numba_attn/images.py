@@ -56,6 +56,8 @@ class ImageBatches:
     block_n: int = 1
     """Keys of a block: K and V have tiles for whole blocks."""
     more: Callable[[int, int], dict[str, Workspace]] = no_more
+    halves: int = 2
+    """1 for accuracy class tf32."""
 
     @property
     def workspace(self) -> dict[str, Workspace]:
@@ -87,7 +89,7 @@ class ImageBatches:
         return self.launches(between)
 
     def _split(self, batch: Batch) -> Launch:
-        config = SplitConfig(self.rows, padded(self.columns), 4 if self.problem.vector == 4 else 1)
+        config = SplitConfig(self.rows, padded(self.columns), 4 if self.problem.vector == 4 else 1, self.halves)
         args = (*batch.parts("Q", "K", "V", *IMAGES, *RECORDS), "scale")
         operands = "Q" if batch.keys_are_there else "QKV"
         tiles = batch.heads * sum(self.tiles(name, batch.m_blocks) for name in operands)
@@ -110,7 +112,7 @@ class ImageBatches:
         return cdiv(rows, self.rows) * cdiv(problem.Dv if name == "V" else problem.D, slab)
 
     def _of(self, heads: int, m_blocks: int) -> dict[str, Workspace]:
-        words = image_words(self.rows, self.columns)
+        words = image_words(self.rows, self.columns, self.halves)
         tiles = [self.tiles(name, m_blocks) for name in "QKV"]
         images = {name: Workspace((heads, n * words), "uint32") for name, n in zip(IMAGES, tiles, strict=True)}
         records = {name: Workspace((heads, n, RECORD)) for name, n in zip(RECORDS, tiles, strict=True)}

@@ -82,10 +82,10 @@ class Calls:
 calls = Calls()
 
 
-def prepare(library, names, arrays, causal, enable_gqa, return_lse, kernel) -> Call:
+def prepare(library, names, arrays, causal, enable_gqa, return_lse, kernel, precision) -> Call:
     """Checks, problem, choice and plan."""
     q, k, v, *out = (library.operand(array, name) for array, name in zip(arrays, (*names, "out"), strict=False))
-    geometry = describe(q, k, v, is_causal=causal, enable_gqa=enable_gqa)
+    geometry = describe(q, k, v, is_causal=causal, enable_gqa=enable_gqa, precision=precision)
     problem, index = geometry.problem, index_of(geometry)
     layouts = {
         "Q": geometry.Q,

@@ -15,7 +15,8 @@ from collections.abc import Callable, Hashable
 from dataclasses import dataclass
 
 from numba_attn.device.math import cdiv
-from numba_attn.device.mma_product import TILE, TILE_WORDS
+from numba_attn.device.mma_product import TILE
+from numba_attn.device.split_half import image_words
 from numba_attn.device.weights_kernel import WeightsConfig, build_weights
 from numba_attn.images import IMAGES, RECORDS, Batch, ImageBatches
 from numba_attn.kernel import Launch, Workspace
@@ -49,16 +50,17 @@ class TwoProducts:
     block_n: int
     key_step: int
     most_blocks: int = 0
+    halves: int = 2
 
     @property
     def images(self) -> ImageBatches:
-        return ImageBatches(self.problem, TILE, TILE, self.block_m, self.key_step, self._more)
+        return ImageBatches(self.problem, TILE, TILE, self.block_m, self.key_step, self._more, self.halves)
 
     def _more(self, heads: int, m_blocks: int) -> dict[str, Workspace]:
         groups, rows = cdiv(self.problem.Lk, self.key_step) * (self.key_step // TILE), m_blocks * self.block_m
         statistics = Workspace((heads, groups, rows))
         return {
-            "P_image": Workspace((heads, rows // TILE * groups * TILE_WORDS), "uint32"),
+            "P_image": Workspace((heads, rows // TILE * groups * image_words(TILE, TILE, self.halves)), "uint32"),
             "M": statistics,
             "L": statistics,
             "V_amax": Workspace((heads,)),
@@ -69,7 +71,7 @@ class TwoProducts:
     ) -> tuple[Launch, ...]:
         """All steps; `build_scores` and `build_outputs` are given `config`."""
         problem = self.problem
-        weights = WeightsConfig(self.block_m, TILE, problem.is_causal)
+        weights = WeightsConfig(self.block_m, TILE, problem.is_causal, self.halves)
         n_blocks, d_blocks = cdiv(problem.Lk, self.block_n), cdiv(problem.Dv, self.block_n)
 
         def product(build: Callable, args: tuple, blocks: int) -> Launch:

@@ -20,6 +20,11 @@ decides that (`AMAX` ..), and `is_safe` holds for a block of rows of Q against a
   - no row of V but zero rows is smaller than 2^-12 of the largest: P is split together with its tile's scale.
 
 Rows with fewer than 32 keys are left to fp32 in any case, see `rescue_kernel`.
+
+One half, for results of class tf32: fp16(x 2^e) alone has the 11 significant bits of TF32, and is off by 2^-12 of x,
+or as before by 2^-39 of the tile's largest number. So it loses digits below 2^-28 of that where two halves do below
+2^-16, and what it must not lose is 2^12 times as large: blocks are safe up to D max|Q| max|K| = 2^23 (what is lost of
+a score is 2^-15, P being off by 2^-12 anyway), with rows of V down to 2^-24 of the largest (`SLACK`).
 """
 
 from __future__ import annotations
@@ -51,6 +56,8 @@ DENSE = np.float32(2.0**-4)
 """Of a tile's largest magnitude: what more than half of a row must reach for LEVEL to be that."""
 Q_LEVEL, K_LEVEL, V_SPREAD = np.float32(2.0**-6), np.float32(2.0**-6), np.float32(2.0**-12)
 MAX_SCORE = np.float32(2.0**11)
+SLACK = {1: np.float32(2.0**12), 2: np.float32(1)}
+"""By halves: how much larger what is lost may be."""
 INF = np.float32(np.inf)
 LEAST_RATIO = np.float32(2.0**-100)
 """Of the scales of V's tiles: one that is smaller holds zeros alone, where a block is safe."""
@@ -66,13 +73,13 @@ def plane_bytes(rows: int, columns: int) -> int:
     return 2 * rows * padded(columns)
 
 
-def image_bytes(rows: int, columns: int) -> int:
-    """Both planes of one tile."""
-    return 2 * plane_bytes(rows, columns)
+def image_bytes(rows: int, columns: int, halves: int = 2) -> int:
+    """All planes of one tile: that of hi, and with two halves that of lo."""
+    return halves * plane_bytes(rows, columns)
 
 
-def image_words(rows: int, columns: int) -> int:
-    return image_bytes(rows, columns) // WORD_BYTES
+def image_words(rows: int, columns: int, halves: int = 2) -> int:
+    return image_bytes(rows, columns, halves) // WORD_BYTES
 
 
 @verb
@@ -119,17 +126,22 @@ def extremes(record, first, last, lane):
 
 
 @verb
-def is_safe(D, q_amax, q_level, k_amax, k_level, v_amax, v_min):
-    """Whether halves lose nothing that plain fp32 keeps; the arguments are `extremes` of the rows and keys involved."""
+def is_safe(D, q_amax, q_level, k_amax, k_level, v_amax, v_min, slack):
+    """Whether halves lose nothing that their class of accuracy keeps.
+
+    The arguments are `extremes` of the rows and keys involved, and the `SLACK` of the halves.
+    """
     highest_score = D * q_amax * k_amax
     finite = (q_amax < INF) & (k_amax < INF) & (v_amax < INF) & (highest_score < INF)
     dense = (q_level >= Q_LEVEL * q_amax) & (k_level >= K_LEVEL * k_amax)
-    return finite & ((highest_score <= MAX_SCORE) | dense) & (v_min >= V_SPREAD * v_amax)
+    return finite & ((highest_score <= slack * MAX_SCORE) | dense) & (slack * v_min >= V_SPREAD * v_amax)
 
 
-def split(e, low, high, scale) -> tuple:
-    """(hi, lo) of scale times two numbers, packed; the product is not rounded before it is split."""
+def split(e, low, high, scale, halves: int = 2) -> tuple:
+    """(hi, lo), or (hi,) alone, of scale times two numbers, packed; the product is not rounded before it is split."""
     hi = e.halves(low * scale, high * scale)
+    if halves == 1:
+        return (hi,)
     hi_low, hi_high = e.unpack(hi)
     return hi, e.halves(e.fma(low, scale, -hi_low), e.fma(high, scale, -hi_high))
 
@@ -150,8 +162,8 @@ def row_step(rows: int) -> int:
     return max(8, rows // 4)
 
 
-def write_image(rows: int, columns: int):
-    """The verb `write(image, word, X, scale)`: both planes of a tile from X[i, 0..7], this thread's chunks.
+def write_image(rows: int, columns: int, halves: int = 2):
+    """The verb `write(image, word, X, scale)`: the planes of a tile from X[i, 0..7], this thread's chunks.
 
     X[i] is one chunk of row r + i row_step(rows); `image` a 1-D tensor of words, two halves each, and `word` the place
     of X[0] in it: the tile's first word plus `image_word(rows)(r, chunk)`.
@@ -161,10 +173,10 @@ def write_image(rows: int, columns: int):
     @unrolled
     def write(e, image, word, X, scale):
         for i in range(rows // step):
-            pairs = [split(e, X[i, c], X[i, c + 1], scale) for c in range(0, CHUNK, 2)]
+            pairs = [split(e, X[i, c], X[i, c + 1], scale, halves) for c in range(0, CHUNK, 2)]
             at = word + i * (step * ROW_BYTES // WORD_BYTES)
-            e.store(image, (at,), [hi for hi, _ in pairs])
-            e.store(image, (at + plane_bytes(rows, columns) // WORD_BYTES,), [lo for _, lo in pairs])
+            for plane, words in enumerate(zip(*pairs, strict=True)):
+                e.store(image, (at + plane * (plane_bytes(rows, columns) // WORD_BYTES),), words)
 
     return write
 

@@ -1,4 +1,4 @@
-"""The launch that splits: tiles of Q, K and V become images of halves, each with its scale and record.
+"""The launch that splits: tiles of Q, K and V become images of one or two halves, each with its scale and record.
 
 One block per tile, whatever the operand; a thread has one chunk of eight columns in four of its rows, kept in registers
 while the tile's largest number is found, so that everything is read once and travels 16 bytes at a time. Operands that
@@ -41,6 +41,7 @@ class SplitConfig:
     rows: int
     columns: int
     vector: int
+    halves: int = 2
 
     @property
     def threads(self) -> int:
@@ -100,10 +101,10 @@ def store_tile(config: SplitConfig):
     peaks, counts: shared, by row.
     """
     ROWS, COLUMNS, CHUNKS, THREADS = config.rows, config.columns, padded(config.columns) // CHUNK, config.threads
-    TILE_WORDS = image_words(ROWS, config.columns)
+    TILE_WORDS = image_words(ROWS, config.columns, config.halves)
     STEP = row_step(ROWS)
     TURNS = ROWS // STEP
-    write = write_image(ROWS, config.columns)
+    write = write_image(ROWS, config.columns, config.halves)
     word = image_word(ROWS)
 
     @verb

@@ -17,6 +17,7 @@ from numba_attn.device.mask import Mask
 from numba_attn.device.math import fma
 from numba_attn.device.rescue_kernel import FEW_KEYS
 from numba_attn.device.softmax import NEG_INF, ONE, ZERO, exp2, finite_max
+from numba_attn.device.split_half import SLACK as SLACKS
 from numba_attn.device.split_half import extremes, is_safe, of_log2
 
 
@@ -27,6 +28,7 @@ class WeightsConfig:
     group: int
     """Keys of a group."""
     is_causal: bool
+    halves: int = 2
 
 
 def build_weights(config: WeightsConfig):
@@ -35,7 +37,7 @@ def build_weights(config: WeightsConfig):
     M[head, group, row] becomes w, V_amax[head] the largest magnitude of V, unsafe[head, m_block] 1 where halves would
     lose digits: such blocks are left as they are.
     """
-    BLOCK_M, GROUP = config.rows, config.group
+    BLOCK_M, GROUP, SLACK = config.rows, config.group, SLACKS[config.halves]
     end_of_row = Mask(config.is_causal).end
 
     @cuda.jit
@@ -53,7 +55,7 @@ def build_weights(config: WeightsConfig):
         q_amax, q_level, _ = extremes(rQ, m_block * q_tiles, (m_block + 1) * q_tiles, lane)
         k_amax, k_level, _ = extremes(rK, 0, rK.shape[0], lane)
         v_amax, _, v_min = extremes(rV, 0, rV.shape[0], lane)
-        safe = is_safe(float32(D), q_amax, q_level, k_amax, k_level, v_amax, v_min) and Lk >= FEW_KEYS
+        safe = is_safe(float32(D), q_amax, q_level, k_amax, k_level, v_amax, v_min, SLACK) and Lk >= FEW_KEYS
         if tid == 0:
             unsafe[head, m_block] = 0 if safe else 1
             V_amax[head] = v_amax

@@ -9,7 +9,7 @@ import numpy as np
 from numba import cuda, int32
 
 from numba_attn.device.fragments import N
-from numba_attn.device.mma_product import TILE, TILE_WORDS
+from numba_attn.device.mma_product import TILE
 from numba_attn.device.split_half import ROW_BYTES, WORD_BYTES, plane_bytes, split
 from numba_attn.device.unrolled import unrolled
 from numba_attn.device.verb import verb
@@ -47,7 +47,7 @@ def _four_columns(e, odd, left: tuple, right: tuple) -> list:
     return first + [e.where(odd, x, y) for x, y in zip(right, theirs, strict=True)]
 
 
-def store_image(panels: int):
+def store_image(panels: int, halves: int):
     """The verb `store(image, word, P, n, lane)`: the first n panels of P as halves, each in its own tile.
 
     image: 1-D tensor of words; word: where the first panel's plane of hi has the warp's first row.
@@ -59,10 +59,10 @@ def store_image(panels: int):
             for h in range(2):
                 for j in range(0, TILE // N, 2):
                     p = _four_columns(e, odd, *((P[i, k, 2 * h], P[i, k, 2 * h + 1]) for k in (j, j + 1)))
-                    pairs = [split(e, *p[:2], 1.0), split(e, *p[2:], 1.0)]
-                    at = word + (TILE_WORDS * i + 8 * h * (ROW_BYTES // WORD_BYTES)) + (place ^ (4 * j))
-                    e.store(image, (at,), [hi for hi, _ in pairs], n > i)
-                    e.store(image, (at + PLANE_WORDS,), [lo for _, lo in pairs], n > i)
+                    pairs = [split(e, *p[:2], 1.0, halves), split(e, *p[2:], 1.0, halves)]
+                    at = word + (halves * PLANE_WORDS * i + 8 * h * (ROW_BYTES // WORD_BYTES)) + (place ^ (4 * j))
+                    for plane, words in enumerate(zip(*pairs, strict=True)):
+                        e.store(image, (at + plane * PLANE_WORDS,), words, n > i)
 
     @verb
     def store(image, word, P, n, lane):

@@ -11,14 +11,14 @@ import numpy as np
 from numba import cuda
 
 from numba_attn.device.fragments import N
-from numba_attn.device.mma_product import TILE, TILE_BYTES
+from numba_attn.device.mma_product import TILE
 from numba_attn.device.ptx_sm90 import (
     fence_mbarrier_init,
     mbarrier_arrive_expect,
     mbarrier_init,
     mbarrier_wait,
 )
-from numba_attn.device.split_half import ROW_BYTES, UNSCALE, WORD_BYTES, plane_bytes, unit_of
+from numba_attn.device.split_half import ROW_BYTES, UNSCALE, plane_bytes, unit_of
 from numba_attn.device.unrolled import unrolled
 from numba_attn.device.verb import verb
 from numba_attn.device.wgmma_fragments import STEP, Matrix
@@ -26,11 +26,14 @@ from numba_attn.device.wgmma_tile import BARRIER_BYTES, SMALL_FIRST
 
 GROUPS = 2
 """Warpgroups that multiply: as many rows as a slot has."""
-SLOT_BYTES = 2 * TILE_BYTES
 AT_ONCE = 2 * TILE
 """Columns of one sum."""
 PLANE_BYTES = plane_bytes(TILE, TILE)
-PLANE_WORDS = PLANE_BYTES // WORD_BYTES
+
+
+def slot_bytes(halves: int) -> int:
+    """Of two tiles."""
+    return 2 * halves * PLANE_BYTES
 
 
 def place(heaviest_first: bool):
@@ -49,8 +52,15 @@ def place(heaviest_first: bool):
     return place
 
 
-def start_ring(slots: int, readers: int):
-    """The verb `start(ring, tid)`: the barriers of all slots, behind them: full, one arrival; read, `readers`."""
+def ring(slots: int, readers: int, halves: int) -> tuple:
+    """The verbs of a ring of slots and, behind them, two barriers of each: full, one arrival; read, `readers`.
+
+    start(ring, tid): make the barriers, by all threads of the block.
+    claim(ring, turn): wait until all have read the slot, and say what comes; by the thread that copies. Returns the
+        shared addresses of the slot and of its barrier.
+    give_back(ring, turn, is_reporter): this warp has read the slot; is_reporter in one of its lanes.
+    """
+    SLOT_BYTES = slot_bytes(halves)
     full = slots * SLOT_BYTES
 
     @verb
@@ -63,46 +73,43 @@ def start_ring(slots: int, readers: int):
         # The barriers are there for all.
         cuda.syncthreads()
 
-    return start
-
-
-def claim(slots: int):
-    """The verb `claim(ring, turn)`: wait until all have read the slot, and say what comes; by the thread that copies.
-
-    Returns the shared addresses of the slot and of its barrier.
-    """
-    full = slots * SLOT_BYTES
-
     @verb
     def claim(ring, turn):
         slot = turn >> 1
         barrier = ring + full + slot * BARRIER_BYTES
+        # The products that read the slot are complete: what they read may be overwritten.
         mbarrier_wait(barrier + slots * BARRIER_BYTES, (turn & 1) ^ 1)
         mbarrier_arrive_expect(barrier, SLOT_BYTES)
         return ring + slot * SLOT_BYTES, barrier
 
-    return claim
+    @unrolled
+    def give_back(e, ring, turn, is_reporter):
+        barrier = ring + (full + slots * BARRIER_BYTES) + (turn >> 1) * BARRIER_BYTES
+        e.mbarrier_arrive(barrier, is_reporter)
+
+    return start, claim, give_back
 
 
-def copy_left():
+def copy_left(halves: int):
     """The verb `copy(target, image, word, step, barrier)`: the tiles of A from `word` on, `step` words apart."""
 
     @unrolled
     def issue(e, target, image, word, step, barrier):
+        n_bytes = halves * PLANE_BYTES
         for i in range(GROUPS):
-            e.copy_bulk(target + i * TILE_BYTES, e.address(image, word), 0, TILE_BYTES, barrier)
+            e.copy_bulk(target + i * n_bytes, e.address(image, word), 0, n_bytes, barrier)
             word = word + step
 
     return issue
 
 
-def copy_right():
+def copy_right(halves: int):
     """The verb `copy(target, image, word, step, barrier)`: two tiles of B, their planes of hi together first."""
 
     @unrolled
     def issue(e, target, image, word, step, barrier):
         for i in range(2):
-            for plane in range(2):
+            for plane in range(halves):
                 source = e.address(image, word)
                 to = target + (2 * plane + i) * PLANE_BYTES
                 e.copy_bulk(to, source, plane * PLANE_BYTES, PLANE_BYTES, barrier)
@@ -111,7 +118,7 @@ def copy_right():
     return issue
 
 
-def multiply(half: int, slots: int, transposed: bool):
+def multiply(half: int, slots: int, transposed: bool, halves: int):
     """The verb `multiply(C, a, ring, a_turn, b_turn, factor, is_reporter)`: the columns 128 half .. + 127 of C.
 
     C += factor A B^T, or `transposed`, factor A B, over one tile of each. a: bytes from a slot to the warpgroup's tile;
@@ -119,7 +126,9 @@ def multiply(half: int, slots: int, transposed: bool):
     warp, which gives the slot of B back. The sum starts from zero, small products first, and is added in fp32.
     """
     steps = range(TILE // STEP)
-    order = [(step, *halves) for step in steps for halves in SMALL_FIRST[1:3]] + [(step, 0, 0) for step in steps]
+    small = SMALL_FIRST[1:3] if halves == 2 else ()
+    order = [(step, *which) for step in steps for which in small] + [(step, 0, 0) for step in steps]
+    SLOT_BYTES = slot_bytes(halves)
 
     def place(turn, ring):
         slot = turn >> 1
@@ -150,17 +159,6 @@ def multiply(half: int, slots: int, transposed: bool):
             C[panel, j, r] = e.fma(x, factor[panel, r // 2], C[panel, j, r])
 
     return multiply
-
-
-def give_back(slots: int):
-    """The verb `give_back(ring, turn, is_reporter)`: this warp has read the slot."""
-
-    @unrolled
-    def give_back(e, ring, turn, is_reporter):
-        barrier = ring + (slots * (SLOT_BYTES + BARRIER_BYTES)) + (turn >> 1) * BARRIER_BYTES
-        e.mbarrier_arrive(barrier, is_reporter)
-
-    return give_back
 
 
 def load_units(panels: int):

@@ -31,6 +31,7 @@ from numba_attn.device.split_half import (
     scales,
     unit_of,
 )
+from numba_attn.device.split_half import SLACK as SLACKS
 from numba_attn.device.wgmma_fragments import GROUP_ROWS, GROUP_THREADS, STEP
 from numba_attn.images import ImageBatches
 from numba_attn.kernel import Kernel, Launch, Workspace
@@ -106,6 +107,8 @@ def supports(problem: Problem, device: Device) -> str | None:
 
 
 def suits(problem: Problem, device: Device) -> str | None:
+    if problem.precision == "tf32":
+        return "three products: flash_split_half_sm80 has one for precision tf32"
     if problem.Lq < LEAST_ROWS:
         return f"fewer than {LEAST_ROWS} rows a head: most of a block would be empty"
     if problem.flop < LEAST_FLOP:
@@ -155,7 +158,7 @@ def build_flash(config: Config):
     IS_CAUSAL, WARP_ROWS = config.is_causal, 16
     S_SHAPE, O_SHAPE, ROW_SHAPE = (1, K_ROWS // 8, 4), (1, COLUMNS // 8, 4), (1, 2)
     LEFT_SHAPE = (2, K_ROWS // STEP, 4)
-    end_of_row = Mask(config.is_causal).end
+    end_of_row, SLACK = Mask(config.is_causal).end, SLACKS[2]
     few, many = (setmaxnreg(n, more=more) for n, more in zip(config.registers, (False, True), strict=True))
     copy_q = wgmma_tile.copy_tiles(Q_BYTES)
     copy = wgmma_tile.copy_part(K_ROWS, COLUMNS, PART)
@@ -196,7 +199,7 @@ def build_flash(config: Config):
         q_amax, q_level, _ = extremes(rQ, q_tile, q_tile + Q_TILES, lane)
         k_amax, k_level, _ = extremes(rK, 0, rK.shape[0], lane)
         v_amax, _, v_min = extremes(rV, 0, rV.shape[0], lane)
-        safe = is_safe(float32(D), q_amax, q_level, k_amax, k_level, v_amax, v_min) and Lk >= FEW_KEYS
+        safe = is_safe(float32(D), q_amax, q_level, k_amax, k_level, v_amax, v_min, SLACK) and Lk >= FEW_KEYS
         if tid == 0:
             unsafe[head, m_block] = 0 if safe else 1
         if not safe:

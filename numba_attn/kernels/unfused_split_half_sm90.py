@@ -34,13 +34,13 @@ from numba import cuda, float32
 from numba_attn.device import mma_tile, wgmma_panels, wgmma_product, wgmma_tile
 from numba_attn.device.mask import Mask
 from numba_attn.device.math import bits
-from numba_attn.device.mma_product import TILE, TILE_BYTES, TILE_WORDS
+from numba_attn.device.mma_product import TILE
 from numba_attn.device.ptx_sm90 import setmaxnreg
 from numba_attn.device.smem import shared_memory
 from numba_attn.device.softmax import ONE
-from numba_attn.device.split_half import PEAK, ROW_BYTES, UNSCALE, WORD_BYTES, scales
+from numba_attn.device.split_half import PEAK, ROW_BYTES, UNSCALE, WORD_BYTES, image_bytes, scales
 from numba_attn.device.wgmma_fragments import GROUP_THREADS
-from numba_attn.device.wgmma_product import AT_ONCE, GROUPS, SLOT_BYTES
+from numba_attn.device.wgmma_product import AT_ONCE, GROUPS
 from numba_attn.kernel import Kernel, Launch, Workspace
 from numba_attn.problem import Device, Problem
 from numba_attn.two_products import TwoProducts, unsuited
@@ -56,8 +56,10 @@ REGISTERS = 24, 240  # of a thread that copies, and of one that multiplies: toge
 class Config:
     vector: int
     """Elements (4, or 1) of an access to the rows of O."""
-    is_causal: bool = False
-    slots: int = 7
+    is_causal: bool
+    slots: int
+    halves: int
+    """1 for precision tf32: one product."""
 
     @property
     def threads(self) -> int:
@@ -66,7 +68,7 @@ class Config:
     @property
     def smem_bytes(self) -> int:
         """The ring of slots, and the barriers of each: full, and read."""
-        return self.slots * (SLOT_BYTES + 2 * wgmma_tile.BARRIER_BYTES)
+        return self.slots * (wgmma_product.slot_bytes(self.halves) + 2 * wgmma_tile.BARRIER_BYTES)
 
 
 SMS = 132
@@ -76,7 +78,7 @@ SMS = 132
 def supports(problem: Problem, device: Device) -> str | None:
     if device.cc != (9, 0):
         return f"multiplies halves by wgmma, of compute capability 9.0 alone: {device.name} has {device.cc}"
-    return steps(problem).images.refusal
+    return steps(problem, config(problem, device).halves).images.refusal
 
 
 def suits(problem: Problem, device: Device) -> str | None:
@@ -84,43 +86,48 @@ def suits(problem: Problem, device: Device) -> str | None:
 
 
 def config(problem: Problem, device: Device) -> Config:
-    return Config(4 if problem.vector == 4 else 1, problem.is_causal)
+    slots, halves = (14, 1) if problem.precision == "tf32" else (7, 2)
+    return Config(4 if problem.vector == 4 else 1, problem.is_causal, slots, halves)
 
 
 def configs():
-    for vector, is_causal in product((4, 1), (False, True)):
-        yield Config(vector, is_causal)
+    for vector, is_causal, sizes in product((4, 1), (False, True), ((7, 2), (14, 1))):
+        yield Config(vector, is_causal, *sizes)
 
 
 def small_config(problem: Problem) -> Config:
-    return Config(1, problem.is_causal, slots=4)
+    return Config(1, problem.is_causal, slots=4, halves=1 if problem.precision == "tf32" else 2)
 
 
-def steps(problem: Problem) -> TwoProducts:
-    return TwoProducts(problem, BLOCK_M, BLOCK_N, AT_ONCE, SMS)
+def steps(problem: Problem, halves: int) -> TwoProducts:
+    return TwoProducts(problem, BLOCK_M, BLOCK_N, AT_ONCE, SMS, halves)
 
 
 def workspace(problem: Problem, config: Config) -> dict[str, Workspace]:
-    return steps(problem).images.workspace
+    return steps(problem, config.halves).images.workspace
 
 
 def launches(problem: Problem, config: Config) -> tuple[Launch, ...]:
-    return steps(problem).launches(build_scores, build_outputs, config, config.threads, config.smem_bytes)
+    return steps(problem, config.halves).launches(
+        build_scores, build_outputs, config, config.threads, config.smem_bytes
+    )
 
 
 def build_scores(config: Config):
-    SLOTS = config.slots
+    SLOTS, HALVES = config.slots, config.halves
+    TILE_BYTES = image_bytes(TILE, TILE, HALVES)
+    TILE_WORDS = TILE_BYTES // WORD_BYTES
     end_of_row = Mask(config.is_causal).end
-    few, many = setmaxnreg(REGISTERS[0], more=False), setmaxnreg(REGISTERS[1], more=True)
-    following, claim, give_back = wgmma_tile.ring(SLOTS), wgmma_product.claim(SLOTS), wgmma_product.give_back(SLOTS)
-    copy_left, copy_right = wgmma_product.copy_left(), wgmma_product.copy_right()
-    start_ring = wgmma_product.start_ring(SLOTS, READERS)
+    few, many = (setmaxnreg(n, more=more) for n, more in zip(REGISTERS, (False, True), strict=True))
+    following = wgmma_tile.ring(SLOTS)
+    start_ring, claim, give_back = wgmma_product.ring(SLOTS, READERS, HALVES)
+    copy_left, copy_right = wgmma_product.copy_left(HALVES), wgmma_product.copy_right(HALVES)
     start = wgmma_product.start(PANELS)
-    multiply, multiply_more = (wgmma_product.multiply(half, SLOTS, transposed=False) for half in range(2))
+    multiply, multiply_more = (wgmma_product.multiply(half, SLOTS, False, HALVES) for half in range(2))
     load_units = wgmma_product.load_units(PANELS)
     mask = wgmma_panels.masked(PANELS, end_of_row)
     softmax = mma_tile.softmax(16 * PANELS, TILE)  # statistics of each panel, not of all
-    store_image = wgmma_panels.store_image(PANELS)
+    store_image = wgmma_panels.store_image(PANELS, HALVES)
     store_statistics = wgmma_panels.store_statistics(PANELS)
 
     @cuda.jit
@@ -199,14 +206,16 @@ def build_scores(config: Config):
 
 
 def build_outputs(config: Config):
-    SLOTS = config.slots
+    SLOTS, HALVES = config.slots, config.halves
+    TILE_BYTES = image_bytes(TILE, TILE, HALVES)
+    TILE_WORDS = TILE_BYTES // WORD_BYTES
     end_of_row = Mask(config.is_causal).end
-    few, many = setmaxnreg(REGISTERS[0], more=False), setmaxnreg(REGISTERS[1], more=True)
-    following, claim, give_back = wgmma_tile.ring(SLOTS), wgmma_product.claim(SLOTS), wgmma_product.give_back(SLOTS)
-    copy_left, copy_right = wgmma_product.copy_left(), wgmma_product.copy_right()
-    start_ring = wgmma_product.start_ring(SLOTS, READERS)
+    few, many = (setmaxnreg(n, more=more) for n, more in zip(REGISTERS, (False, True), strict=True))
+    following = wgmma_tile.ring(SLOTS)
+    start_ring, claim, give_back = wgmma_product.ring(SLOTS, READERS, HALVES)
+    copy_left, copy_right = wgmma_product.copy_left(HALVES), wgmma_product.copy_right(HALVES)
     start = wgmma_product.start(PANELS)
-    multiply, multiply_more = (wgmma_product.multiply(half, SLOTS, transposed=True) for half in range(2))
+    multiply, multiply_more = (wgmma_product.multiply(half, SLOTS, True, HALVES) for half in range(2))
     load_factors = wgmma_product.load_factors(PANELS)
     place = wgmma_product.place(config.is_causal)
     store = wgmma_panels.store_outputs(PANELS, config.vector)
@@ -274,6 +283,7 @@ KERNEL = Kernel(
     name="unfused_split_half_sm90",
     summary="wide heads: two products of fp16 halves by wgmma, P in memory between",
     accuracy="fp32",
+    lower_accuracies=("tf32",),
     supports=supports,
     suits=suits,
     config=config,

@@ -33,7 +33,8 @@ def scores_of(run, Q, K, chain=4, products=3, first_row=0, q_rows=None) -> np.nd
     """S by the verb, from the images of Q and K; rows first_row .. of Q."""
     q_rows = q_rows or len(Q)
     q_image_rows, (k_rows, columns) = len(Q), K.shape
-    q_bytes, k_bytes = image_bytes(q_image_rows, columns), image_bytes(k_rows, columns)
+    halves = mma_tile.halves_of(products)
+    q_bytes, k_bytes = image_bytes(q_image_rows, columns, halves), image_bytes(k_rows, columns, halves)
     copy_q, copy_k = copy_image(q_bytes, 32), copy_image(k_bytes, 32)
     qk = mma_tile.scores(q_rows, q_image_rows, k_rows, columns, chain, products)
     shape = (q_rows // 16, k_rows // 8, 4)
@@ -55,7 +56,7 @@ def scores_of(run, Q, K, chain=4, products=3, first_row=0, q_rows=None) -> np.nd
                     O[lane, i, j, r] = S[i, j, r]
 
     O = nans(32, *shape)
-    run(kernel, image_of(Q), image_of(K), O, smem_bytes=q_bytes + k_bytes)
+    run(kernel, image_of(Q, halves=halves), image_of(K, halves=halves), O, smem_bytes=q_bytes + k_bytes)
     return gathered(O)
 
 
@@ -75,6 +76,20 @@ def test_scores(run, q_rows, k_rows, columns):
     Q, K = spread(randn(q_rows, columns)), spread(randn(k_rows, columns, seed=1))
     exact, size = Q.astype(np.float64) @ K.T, np.abs(Q).astype(np.float64) @ np.abs(K).T
     assert np.all(np.abs(scores_of(run, Q, K) - exact) <= 2.0**-21 * size)
+
+
+def rounded(X) -> np.ndarray:
+    return X.astype(np.float16).astype(np.float64)
+
+
+@each_tile
+def test_scores_of_one_half(run, q_rows, k_rows, columns):
+    Q, K = spread(randn(q_rows, columns)), spread(randn(k_rows, columns, seed=1))
+    size = np.abs(Q).astype(np.float64) @ np.abs(K).T
+    S = scores_of(run, Q, K, chain=columns, products=1)
+    assert np.all(np.abs(S - rounded(Q) @ rounded(K).T) <= 2.0**-20 * size)
+    S = scores_of(run, Q, K, products=1, first_row=q_rows - 16, q_rows=16)
+    assert np.all(np.abs(S - rounded(Q[-16:]) @ rounded(K).T) <= 2.0**-20 * size[-16:])
 
 
 def test_scores_of_some_rows_of_an_image(run):
@@ -103,6 +118,7 @@ def test_products_of_halves(run):
     Q[:, 3] = K[:, 3] = 1 + 2.0**-11
     assert np.all(scores_of(run, Q, K, products=4) == 1 + 2.0**-10 + 2.0**-22)
     assert np.all(scores_of(run, Q, K, products=3) == 1 + 2.0**-10)
+    assert np.all(scores_of(run, Q, K, products=1) == 1)
     # Each half meets the other operand's whole number.
     K[:, 3] = 3
     assert np.all(scores_of(run, Q, K) == 3 + 3 * 2.0**-11)
@@ -238,12 +254,12 @@ def test_softmax_rounds_the_difference_only(run):
     np.testing.assert_allclose(P[:, 1], 2.0**-0.125, rtol=2.0**-22)
 
 
-def outputs_of(run, P, V, O, alpha, chain=2) -> np.ndarray:
+def outputs_of(run, P, V, O, alpha, chain=2, products=3) -> np.ndarray:
     """O by the verb, from the image of V."""
-    (q_rows, k_rows), columns = P.shape, V.shape[1]
-    n_bytes = image_bytes(k_rows, columns)
+    (q_rows, k_rows), columns, halves = P.shape, V.shape[1], mma_tile.halves_of(products)
+    n_bytes = image_bytes(k_rows, columns, halves)
     copy = copy_image(n_bytes, 32)
-    pv = mma_tile.outputs(q_rows, k_rows, columns, chain)
+    pv = mma_tile.outputs(q_rows, k_rows, columns, chain, products)
     m_tiles, k_tiles, n_tiles = q_rows // 16, k_rows // 8, n_fragments(columns)
     p_shape, o_shape, row_shape = (m_tiles, k_tiles, 4), (m_tiles, n_tiles, 4), (m_tiles, 2)
 
@@ -272,7 +288,7 @@ def outputs_of(run, P, V, O, alpha, chain=2) -> np.ndarray:
                     B[lane, i, j, r] = O[i, j, r]
 
     B = scattered(O)
-    run(kernel, scattered(P), image_of(V), of_rows(alpha), B, smem_bytes=n_bytes)
+    run(kernel, scattered(P), image_of(V, halves=halves), of_rows(alpha), B, smem_bytes=n_bytes)
     return gathered(B)
 
 
@@ -286,6 +302,15 @@ def test_outputs(run, q_rows, k_rows, columns):
     exact = alpha[:, None].astype(np.float64) * O + P.astype(np.float64) @ V
     size = alpha[:, None] * np.abs(O) + P.astype(np.float64) @ np.abs(V)
     assert np.all(np.abs(outputs_of(run, P, V, O, alpha) - exact) <= 2.0**-21 * size)
+
+
+@each_tile
+def test_outputs_of_one_half(run, q_rows, k_rows, columns):
+    P = (np.float32(2.0**14) * np.random.default_rng(0).random((q_rows, k_rows))).astype(np.float32)
+    V, O, alpha = spread(randn(k_rows, columns)), randn(q_rows, columns, seed=1), np.abs(randn(q_rows, seed=2))
+    exact = alpha[:, None].astype(np.float64) * O + rounded(P) @ rounded(V)
+    size = alpha[:, None] * np.abs(O) + P.astype(np.float64) @ np.abs(V)
+    assert np.all(np.abs(outputs_of(run, P, V, O, alpha, products=1) - exact) <= 2.0**-20 * size)
 
 
 @pytest.mark.parametrize("chain", [1, 2, 3])

@@ -166,19 +166,37 @@ UNSAFE = {
 }
 
 
+# What one half serves that two leave to the rescue, and what it leaves too.
+SAFE_OF_ONE_HALF = {
+    **{name: UNSAFE[name] for name in ("sparse, larger scores", "more columns", "a small row of V")},
+    "sparse, the largest scores of one half": {**SPARSE, "q_amax": 2.0**9, "k_amax": 2.0**8},
+    "smallest row of V of one half": {**USUAL, "v_min": 2.0**-22},
+    "small row of large V": {**USUAL, "v_amax": LARGEST, "v_min": LARGEST / 2},
+}
+UNSAFE_OF_ONE_HALF = {
+    **{name: case for name, case in UNSAFE.items() if "infinite" in name or "finite" in name},
+    "sparse, larger scores": {**SPARSE, "q_amax": above(2.0**9), "k_amax": 2.0**8},
+    "sparse Q": {**LARGE, "q_amax": 2.0**12, "q_level": below(2.0**6)},
+    "sparse K": {**LARGE, "k_amax": 2.0**13, "k_level": below(2.0**7)},
+    "a small row of V": {**USUAL, "v_min": below(2.0**-22)},
+}
+
+
 def test_is_safe(run):
     @cuda.jit
     def kernel(A, O):
         for i in range(cuda.threadIdx.x, A.shape[0], 32):
-            safe = is_safe(A[i, 0], A[i, 1], A[i, 2], A[i, 3], A[i, 4], A[i, 5], A[i, 6])
+            safe = is_safe(A[i, 0], A[i, 1], A[i, 2], A[i, 3], A[i, 4], A[i, 5], A[i, 6], A[i, 7])
             O[i] = float32(1) if safe else float32(0)
 
-    names = [*SAFE, *UNSAFE]
-    A = np.array([list(case.values()) for case in (*SAFE.values(), *UNSAFE.values())], np.float32)
+    cases = {(name, 2): (case, True) for name, case in SAFE.items()}
+    cases |= {(name, 2): (case, False) for name, case in UNSAFE.items()}
+    cases |= {(name, 1): (case, True) for name, case in {**SAFE, **SAFE_OF_ONE_HALF}.items()}
+    cases |= {(name, 1): (case, False) for name, case in UNSAFE_OF_ONE_HALF.items()}
+    A = np.array([[*case.values(), sh.SLACK[n]] for (_, n), (case, _) in cases.items()], np.float32)
     O = nans(len(A))
     run(kernel, A, O)
-    wrong = [name for name, x, i in zip(names, O, range(len(A)), strict=True) if x != (i < len(SAFE))]
-    assert not wrong
+    assert not [name for (name, (_, safe)), x in zip(cases.items(), O, strict=True) if x != safe]
 
 
 def test_split(run):
@@ -234,14 +252,16 @@ def test_split_of_a_product_that_is_not_rounded(run):
     np.testing.assert_array_equal(O[:, 1], (exact - O[:, 0]).astype(np.float16))
 
 
-def split_tiles(run, Q, K, V, rows: int, columns: int, vector: int = 1, scale: float = 1 / float(LOG2E), q_tiles=None):
+def split_tiles(
+    run, Q, K, V, rows: int, columns: int, vector: int = 1, scale: float = 1 / float(LOG2E), q_tiles=None, halves=2
+):
     """Images and records of Q, K, V as [Q, K, V] x [heads, tiles, ..] by the split kernel; tiles of zeros included."""
     heads = Q.shape[0] * Q.shape[1]
     tiles = [-(-X.shape[2] // rows) for X in (Q, K, V)]
     tiles[0] = q_tiles or tiles[0]
-    images = [np.full((heads, n * sh.image_words(rows, columns)), 0xFFFFFFFF, np.uint32) for n in tiles]
+    images = [np.full((heads, n * sh.image_words(rows, columns, halves)), 0xFFFFFFFF, np.uint32) for n in tiles]
     records = [nans(heads, n, sh.RECORD) for n in tiles]
-    config = SplitConfig(rows, columns, vector)
+    config = SplitConfig(rows, columns, vector, halves)
     arguments = (Q, K, V, *images, *records, np.float32(scale))
     run(build_split(config), *arguments, threads=config.threads, grid=heads * sum(tiles))
     return [image.reshape(heads, n, -1) for image, n in zip(images, tiles, strict=True)], records
@@ -262,15 +282,16 @@ def record_of(X, D: int) -> list[float]:
 SIZES = [(16, 16, 1), (16, 40, 4), (32, 64, 4), (32, 70, 1), (32, 128, 4)]
 
 
+@pytest.mark.parametrize("halves", [1, 2])
 @pytest.mark.parametrize(("rows", "columns", "vector"), SIZES)
-def test_images(run, rows, columns, vector):
+def test_images(run, rows, columns, vector, halves):
     D, Dv = columns - columns % vector, columns - 4
     Q, K, V = (
         randn(2, 1, 3, D),
         100 * randn(2, 1, rows + 5, D, seed=1),
         np.float32(1e-30) * randn(2, 1, rows + 5, Dv, seed=2),
     )
-    images, records = split_tiles(run, Q, K, V, rows, columns, vector, q_tiles=2)
+    images, records = split_tiles(run, Q, K, V, rows, columns, vector, q_tiles=2, halves=halves)
     for X, own_images, own_records in zip((Q, K, V), images, records, strict=True):
         for head in range(2):
             for tile in range(2):
@@ -282,7 +303,7 @@ def test_images(run, rows, columns, vector):
                 np.testing.assert_array_equal(record[: sh.UNSCALE], [amax, level, row_min])
                 up = 1 / record[sh.UNSCALE]
                 assert amax == 0 or 2**14 <= amax * up < 2**15
-                np.testing.assert_array_equal(own_images[head, tile], image_of(part, up))
+                np.testing.assert_array_equal(own_images[head, tile], image_of(part, up, halves))
 
 
 def padded(X) -> np.ndarray:
@@ -456,5 +477,6 @@ def test_copy_image_that_does_not_come_out_even():
 def test_sizes(columns, wide):
     assert sh.padded(columns) == wide
     assert sh.image_bytes(16, columns) == 2 * sh.plane_bytes(16, columns) == 4 * 16 * wide
-    assert sh.image_words(16, columns) == 16 * wide
+    assert sh.image_bytes(16, columns, halves=1) == sh.plane_bytes(16, columns)
+    assert sh.image_words(16, columns) == 2 * sh.image_words(16, columns, 1) == 16 * wide
     assert SplitConfig(16, columns, 1).threads == wide
