@@ -5,10 +5,11 @@ from __future__ import annotations
 from math import log
 
 import numpy as np
+from numba import cuda
 from numba.cuda import types
 from numba.cuda.extending import intrinsic
 
-from numba_attn.device.math import LOG2E
+from numba_attn.device.math import LOG2E, two_sum
 from numba_attn.device.ptx import emit_ex2, emit_max, emit_shfl_bfly, emit_shfl_idx
 from numba_attn.device.verb import twin_of, verb
 
@@ -57,6 +58,16 @@ def warp_sum(typingctx, x):
 @twin_of(warp_sum)
 def _warp_sum(thread, x):
     return _butterfly_twin(thread, x, np.add)
+
+
+@verb
+def warp_two_sum(x, rest):
+    """Sum of (x, rest) over the 32 lanes to twice fp32's digits, the same bits in every lane; x as by `warp_sum`."""
+    for distance in (16, 8, 4, 2, 1):
+        other_rest = cuda.shfl_xor_sync(ALL_LANES, rest, distance)
+        x, lost = two_sum(x, cuda.shfl_xor_sync(ALL_LANES, x, distance))
+        rest = (rest + other_rest) + lost
+    return x, rest
 
 
 @intrinsic
