@@ -28,6 +28,8 @@ class ImageBatches:
     rows: int
     columns: int
     block_m: int
+    lost: float = 0.0
+    """Of a sum of Q K^T in the tensor cores, see `device.mma_tile.lost`: Q's images make up for it."""
 
     @property
     def workspace(self) -> dict[str, Workspace]:
@@ -45,11 +47,10 @@ class ImageBatches:
     def launches(self, flash: Callable[[int, tuple], Launch]) -> tuple[Launch, ...]:
         """Split, flash and rescue of each batch of heads.
 
-        flash: the launch between, from a number of blocks and the arguments Q, K, images, records, unsafe, O, lse and
-        scale.
+        flash: the launch between, from a number of blocks and the arguments Q, K, images, records, unsafe, O and lse.
         """
         problem, steps = self.problem, []
-        split = SplitConfig(self.rows, padded(self.columns), 4 if problem.vector == 4 else 1)
+        split = SplitConfig(self.rows, padded(self.columns), 4 if problem.vector == 4 else 1, self.lost)
         rescue = RescueConfig(problem.is_causal)
         for heads, part in self._batches():
             space = self._of_heads(heads)
@@ -61,7 +62,7 @@ class ImageBatches:
                 Launch(
                     build_split, split, (Q, K, V, *images, "scale"), tiles, split.threads, min_blocks=split.min_blocks
                 ),
-                flash(blocks, (Q, K, *images, unsafe, O, lse, "scale")),
+                flash(blocks, (Q, K, *images, unsafe, O, lse)),
                 Launch(build_rescue, rescue, (Q, K, V, unsafe, O, lse, "scale", self.block_m), blocks, rescue.threads),
             ]
         return tuple(steps)

@@ -71,13 +71,18 @@ def scatter_c(C: np.ndarray) -> np.ndarray:
 
 
 def mma(a, b, c) -> np.ndarray:
-    """Registers [32, 4] of C + A B, as Hopper's tensor cores sum them.
+    """Registers [32, 4] of C + A B, as Hopper's tensor cores sum them."""
+    return scatter_c(multiply_add(gather_a(a), gather_b(b), gather_c(c)))
+
+
+def multiply_add(A, B, C) -> np.ndarray:
+    """C + A B in fp32 as Hopper's tensor cores sum, of halves A [rows, 16] and B [16, columns], however many they are.
 
     The 16 products and C are aligned to the largest exponent among them and truncated to `SUM_BITS` bits behind the
     point; their sum is truncated to fp32. Source: MMA-Sim (arXiv 2511.10909); Ampere keeps one bit less, and sums 8
     products at a time.
     """
-    A, B, C = gather_a(a), gather_b(b), gather_c(c).astype(np.float64)
+    C = C.astype(np.float64)
     terms = A.astype(np.float64)[:, None, :] * B.T.astype(np.float64)[None, :, :]  # [row, n, k], exact
     exponents = _exponent(A)[:, None, :] + _exponent(B).T[None, :, :]
     exponents = np.where(terms == 0, _NO_EXPONENT, exponents).max(-1)
@@ -85,7 +90,7 @@ def mma(a, b, c) -> np.ndarray:
     unit = np.ldexp(1.0, exponents - SUM_BITS)
     # The sum of what is left is exact in float64.
     total = (np.trunc(terms / unit[..., None]).sum(-1) + np.trunc(C / unit)) * unit
-    return scatter_c(_toward_zero(total))
+    return _toward_zero(total)
 
 
 SUM_BITS = 25

@@ -5,7 +5,8 @@ and columns 8 j .. + 7; a value per row is [i, h] for row 16 i + 8 h + lane // 4
 Operands are images in shared memory (see `split_half`).
 
 Every product of fp32 numbers is three of halves, small ones first: they meet a small sum. The tensor core truncates its
-sums, so each sum starts from zero after a few steps and is added up in fp32, where it rounds to nearest.
+sums, so each sum starts from zero after a few steps and is added up in fp32, where it rounds to nearest. What they lose
+on average is made up for at no cost (`lost`): by the factor of Q and in the quotient of O.
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ from numba import cuda, int32
 
 from numba_attn.device.fragments import K, M, N
 from numba_attn.device.math import fma
-from numba_attn.device.split_half import CHUNK, ROW_BYTES, of_log2, plane_bytes, split
+from numba_attn.device.split_half import CHUNK, ROW_BYTES, plane_bytes, split
 from numba_attn.device.unrolled import unrolled
 from numba_attn.device.verb import verb
 
@@ -52,6 +53,25 @@ def _half_of(pair, n: int) -> tuple:
 
 SHORT = 64
 """Columns of a short sum."""
+LOST_ONCE = 0.72 * 2.0**-24
+"""What a sum loses by one truncation to 24 bits, relative to it: half an ulp, averaged over mantissas."""
+
+
+def lost(steps: int, small_first: bool = True) -> float:
+    """What a sum of `steps` equal parts in the tensor core loses by truncation, on average, relative to it.
+
+    It is truncated at the size of each of its partial sums: after each product of hi and hi, and, unless all small
+    products come first, after two small ones on top of it.
+    """
+    large, small = sum(range(1, steps + 1)), 0 if small_first else 2 * sum(range(steps))
+    return LOST_ONCE * (large + small) / steps
+
+
+def lost_by_scores(columns: int, chain: int) -> float:
+    """The same, of a sum of `scores`."""
+    return lost(min(chain, -(-columns // K)), columns <= SHORT)
+
+
 SMALL_FIRST = ((1, 1), (1, 0), (0, 1), (0, 0))
 """The four products, as which half (0: hi, 1: lo) of the left and of the right operand they take."""
 
@@ -217,8 +237,8 @@ def start(q_rows: int, columns: int):
     return start
 
 
-def finish(q_rows: int, columns: int):
-    """The verb `finish(gO, O, l, unit, row0, lane)`: gO[row0 + row, column] = unit O / l, within gO.
+def finish(q_rows: int, columns: int, lost: float = 0.0):
+    """The verb `finish(gO, O, l, unit, row0, lane)`: gO[row0 + row, column] = unit O (1 + lost) / l, within gO.
 
     l is summed over the four lanes of a row first, in place.
     """
@@ -232,14 +252,15 @@ def finish(q_rows: int, columns: int):
                     total = total + e.shfl_xor(total, distance)
                 l[i, h] = total
                 inverse = e.where(total > 0.0, e.number(1.0) / total, 0.0)
+                missing = total * lost
                 at = row + (M * i + 8 * h)
                 for j in range(-(-columns // N)):
                     for r in range(2):
                         place = at, col + (N * j + r)
                         inside = (at < rows) & (place[1] < columns_left)
                         quotient = O[i, j, 2 * h + r] * inverse
-                        # What its rounding, and that of the inverse, left over.
-                        rest = e.fma(-quotient, total, O[i, j, 2 * h + r])
+                        # What its rounding, and that of the inverse, left over, and what O lost.
+                        rest = e.fma(quotient, missing, e.fma(-quotient, total, O[i, j, 2 * h + r]))
                         e.store(gO, place, [e.fma(rest, inverse, quotient) * unit], inside)
 
     @verb
@@ -249,21 +270,22 @@ def finish(q_rows: int, columns: int):
     return finish
 
 
-def store_lse(q_rows: int):
-    """The verb `store(gLse, m, l, scale, row0, lane)`: gLse[row0 + row] = m in base e + ln l, within gLse.
+LN2 = np.float32(0.693147122859955)
+LN2_REST = np.float32(np.log(2) - float(LN2))
+"""Positive: for a row without keys both products are -inf."""
 
-    m is an exponent of 2 of scores times fp32's scale log2(e), `scale` what was meant: that product's rounding cancels.
-    """
+
+def store_lse(q_rows: int):
+    """The verb `store(gLse, m, l, row0, lane)`: gLse[row0 + row] = m in base e + ln l, within gLse."""
     m_tiles = q_rows // M
 
     @verb
-    def store(gLse, m, l, scale, row0, lane):
-        hi, lo = of_log2(scale)
+    def store(gLse, m, l, row0, lane):
         for i in range(m_tiles):
             for h in range(2):
                 row = row0 + (lane >> 2) + M * i + 8 * h
                 if lane & 3 == 0 and row < gLse.shape[0]:
-                    gLse[row] = fma(m[i, h], hi, fma(m[i, h], lo, log(l[i, h])))
+                    gLse[row] = fma(m[i, h], LN2, fma(m[i, h], LN2_REST, log(l[i, h])))
 
     return store
 

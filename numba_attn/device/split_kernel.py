@@ -10,7 +10,7 @@ from dataclasses import dataclass
 
 from numba import cuda, float32, int32
 
-from numba_attn.device.math import LOG2E, bits, from_bits
+from numba_attn.device.math import bits, from_bits
 from numba_attn.device.smem import vector_load
 from numba_attn.device.softmax import ALL_LANES, ONE, ZERO
 from numba_attn.device.split_half import (
@@ -23,6 +23,7 @@ from numba_attn.device.split_half import (
     UNSCALE,
     image_word,
     image_words,
+    of_log2e,
     padded,
     scales,
     write_image,
@@ -37,6 +38,8 @@ class SplitConfig:
     rows: int
     columns: int
     vector: int
+    lost: float
+    """Of a sum of Q K^T, see `mma_tile.lost`."""
 
     @property
     def threads(self) -> int:
@@ -48,7 +51,7 @@ class SplitConfig:
 
 
 def build_split(config: SplitConfig):
-    """`split_halves(Q, K, V, Q_image, .., V_record, scale)`: Q is taken times scale log2(e)."""
+    """`split_halves(Q, K, V, Q_image, .., V_record, scale)`: Q is taken times scale log2(e) (1 + lost)."""
     ROWS, VECTOR, CHUNKS = config.rows, config.vector, padded(config.columns) // CHUNK
     TILE_WORDS = image_words(ROWS, config.columns)
     TURNS = ROWS // 8
@@ -56,16 +59,17 @@ def build_split(config: SplitConfig):
     write = write_image(ROWS, config.columns)
     word = image_word(ROWS)
     load = vector_load(VECTOR)
+    factor = of_log2e(config.lost)
 
     @cuda.jit
     def split_halves(Q, K, V, Q_image, K_image, V_image, Q_record, K_record, V_record, scale):
         # who am I: block -> operand, batch, head, tile; thread -> one chunk of every eighth row
         q_tiles, k_tiles = Q_record.shape[1], K_record.shape[1]
         q_blocks, k_blocks = Q_record.shape[0] * q_tiles, K_record.shape[0] * k_tiles
-        block, tiles, times = cuda.blockIdx.x, k_tiles, ONE
+        block, tiles, times, rest = cuda.blockIdx.x, k_tiles, ONE, ZERO
         if block < q_blocks:
             X, image, record, tiles = Q, Q_image, Q_record, q_tiles
-            times = scale * LOG2E
+            times, rest = factor(scale)
         elif block < q_blocks + k_blocks:
             X, image, record, block = K, K_image, K_record, block - q_blocks
         else:
@@ -109,7 +113,7 @@ def build_split(config: SplitConfig):
 
         # its image
         up, down = scales(bits(amax * abs(times)))
-        write(image[head], tile * TILE_WORDS + word(row, chunk), x, times * up)
+        write(image[head], tile * TILE_WORDS + word(row, chunk), x, times * up, rest * up)
 
         # its record
         for i in range(TURNS):

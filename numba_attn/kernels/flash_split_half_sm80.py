@@ -12,7 +12,7 @@ Algorithm. Three launches:
              3.  l = alpha l + rowsum P
              4.  O = alpha O + P V      P split in the registers that S was summed in
              and after the last tile O = O / l, lse = m + ln l.
-    rescue   blocks for which halves would lose digits (`is_safe`), and rows with few keys, in plain fp32.
+    rescue   blocks for which halves would lose digits (`is_safe`), and rows with few keys, in fp32.
 
 Work split. One block per (batch, head, WARPS Q_ROWS query rows); a warp owns Q_ROWS of them whole, so that row
 statistics need two shuffles and P never leaves its registers. Tiles of K and V take turns in a ring of SLOTS slots.
@@ -21,7 +21,7 @@ Memory. Images take the bytes of Q, K and V again, columns padded to 64. Shared:
 K_ROWS PADDED for each slot. Registers per lane: Q_ROWS COLUMNS / 32 for O, Q_ROWS K_ROWS / 32 for S.
 
 Numerics. A number is off by 2^-23, a product by 2^-22 of it at most; sums are truncated within 16 S_CHAIN columns (S)
-or 16 O_CHAIN keys (O), and rounded to nearest beyond. Against float64, normwise: 5e-7 on normal inputs.
+or 16 O_CHAIN keys (O), what that loses on average is made up for, and rounded to nearest beyond.
 
 Limits. Compute capability 8.0, head dims up to 256, images of one head within 512 MB.
 
@@ -43,6 +43,7 @@ from numba_attn.device.ptx import cp_async_commit, cp_async_wait
 from numba_attn.device.rescue_kernel import FEW_KEYS
 from numba_attn.device.smem import shared_memory
 from numba_attn.device.split_half import (
+    FEW_COLUMNS,
     PEAK,
     ROW_BYTES,
     UNSCALE,
@@ -129,6 +130,8 @@ def supports(problem: Problem, device: Device) -> str | None:
 
 
 def suits(problem: Problem, device: Device) -> str | None:
+    if problem.D < FEW_COLUMNS:
+        return f"fewer than {FEW_COLUMNS} columns: done one key at a time in fp32, halves would lose digits"
     if problem.Lq < LEAST_ROWS:
         return f"fewer than {LEAST_ROWS} rows a head: most of a block would be empty"
     if problem.flop < LEAST_FLOP:
@@ -154,7 +157,8 @@ def small_config(problem: Problem) -> Config:
 
 
 def images(problem: Problem, config: Config) -> ImageBatches:
-    return ImageBatches(problem, config.k_rows, config.d_bucket, config.block_m)
+    lost = mma_tile.lost_by_scores(config.d_bucket, config.s_chain)
+    return ImageBatches(problem, config.k_rows, config.d_bucket, config.block_m, lost)
 
 
 def workspace(problem: Problem, config: Config) -> dict[str, Workspace]:
@@ -187,24 +191,21 @@ def build_flash(config: Config):
     mask = mma_tile.masked(Q_ROWS, K_ROWS, end_of_row)
     softmax = mma_tile.softmax(Q_ROWS, K_ROWS)
     pv = mma_tile.outputs(Q_ROWS, K_ROWS, COLUMNS, config.o_chain)
-    finish = mma_tile.finish(Q_ROWS, COLUMNS)
+    finish = mma_tile.finish(Q_ROWS, COLUMNS, mma_tile.lost(min(config.o_chain, K_ROWS // 16)))
     store_lse = mma_tile.store_lse(Q_ROWS)
 
     @cuda.jit
-    def flash_split_half(Q, K, Q_image, K_image, V_image, Q_record, K_record, V_record, unsafe, O, lse, scale):
+    def flash_split_half(Q, K, Q_image, K_image, V_image, Q_record, K_record, V_record, unsafe, O, lse):
         # who am I: block -> batch, head, m_block; a warp owns Q_ROWS query rows
         H, Lq, D, Lk = Q.shape[1], Q.shape[2], Q.shape[3], K.shape[2]
         m_blocks = unsafe.shape[1]
         head, m_block = cuda.blockIdx.x // m_blocks, cuda.blockIdx.x % m_blocks
         if IS_CAUSAL:
             # The last rows have the most keys: start with those of all heads, so that no long block comes last.
-            heads = unsafe.shape[0]
-            head, m_block = cuda.blockIdx.x % heads, m_blocks - 1 - cuda.blockIdx.x // heads
-        b, h = head // H, head % H
-        tid = cuda.threadIdx.x
+            head, m_block = cuda.blockIdx.x % unsafe.shape[0], m_blocks - 1 - cuda.blockIdx.x // unsafe.shape[0]
+        b, h, tid = head // H, head % H, cuda.threadIdx.x
         lane, own_row = tid & 31, (tid >> 5) * Q_ROWS
-        m0 = m_block * BLOCK_M
-        row0 = m0 + own_row
+        m0, row0 = m_block * BLOCK_M, m_block * BLOCK_M + own_row
         rQ, rK, rV, gK, gV = Q_record[head], K_record[head], V_record[head], K_image[head], V_image[head]
 
         # halves only where they lose nothing
@@ -280,7 +281,7 @@ def build_flash(config: Config):
         # finish: O = acc / l, lse = m + ln l
         wait_all()  # without a key, for Q
         finish(O[b, h], acc, l, v_unscale / PEAK, row0, lane)
-        store_lse(lse[b, h], m, l, scale, row0, lane)
+        store_lse(lse[b, h], m, l, row0, lane)
 
     return flash_split_half
 
