@@ -29,7 +29,7 @@ class ImageBatches:
     columns: int
     block_m: int
     lost: float = 0.0
-    """Of a sum of Q K^T in the tensor cores, see `device.mma_tile.lost`: Q's images make up for it."""
+    """Of a sum of Q K^T in the tensor cores, see `device.mma_tile.lost_by_scores`: Q's images make up for it."""
 
     @property
     def workspace(self) -> dict[str, Workspace]:

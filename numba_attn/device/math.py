@@ -10,6 +10,7 @@ from numba.cuda.extending import intrinsic
 from numba_attn.device.verb import twin_of, verb
 
 LOG2E = np.float32(1.4426950408889634)
+ZERO = np.float32(0)
 
 
 def cdiv(a: int, b: int) -> int:
@@ -68,6 +69,12 @@ def _from_bits(thread, i):
 
 
 @verb
+def product_of(a, b):
+    """a b, rounded: no compiler contracts it with a sum that it is a term of, as it may a product of `*`."""
+    return fma(a, b, ZERO)
+
+
+@verb
 def two_sum(a, b):
     """(a + b, what its rounding lost), exactly, whichever is larger. Source: Knuth, TAOCP 2, 4.2.2."""
     total = a + b
@@ -78,6 +85,6 @@ def two_sum(a, b):
 @verb
 def add_product(total, rest, a, b):
     """(total, rest) + a b to twice fp32's digits; without `rest`, and where not finite, the plain sum."""
-    product = a * b
+    product = product_of(a, b)
     total, lost = two_sum(total, product)
     return total, rest + (lost + fma(a, b, -product))

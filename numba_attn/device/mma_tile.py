@@ -5,8 +5,8 @@ and columns 8 j .. + 7; a value per row is [i, h] for row 16 i + 8 h + lane // 4
 Operands are images in shared memory (see `split_half`).
 
 Every product of fp32 numbers is three of halves, small ones first: they meet a small sum. The tensor core truncates its
-sums, so each sum starts from zero after a few steps and is added up in fp32, where it rounds to nearest. What they lose
-on average is made up for at no cost (`lost`): by the factor of Q and in the quotient of O.
+sums, so each sum starts from zero after a few steps and is added up in fp32, where it rounds to nearest. What scores
+lose on average is made up for at no cost (`lost_by_scores`).
 """
 
 from __future__ import annotations
@@ -57,19 +57,16 @@ LOST_ONCE = 0.72 * 2.0**-24
 """What a sum loses by one truncation to 24 bits, relative to it: half an ulp, averaged over mantissas."""
 
 
-def lost(steps: int, small_first: bool = True) -> float:
-    """What a sum of `steps` equal parts in the tensor core loses by truncation, on average, relative to it.
+def lost_by_scores(columns: int, chain: int) -> float:
+    """What a sum of `scores` loses by truncation, on average, relative to it: the factor of Q makes up for it.
 
     It is truncated at the size of each of its partial sums: after each product of hi and hi, and, unless all small
-    products come first, after two small ones on top of it.
+    products come first, after two small ones on top of it. Sums of O are left as they are: one key that has all the
+    weight loses nothing.
     """
-    large, small = sum(range(1, steps + 1)), 0 if small_first else 2 * sum(range(steps))
+    steps = min(chain, -(-columns // K))
+    large, small = sum(range(1, steps + 1)), 0 if columns <= SHORT else 2 * sum(range(steps))
     return LOST_ONCE * (large + small) / steps
-
-
-def lost_by_scores(columns: int, chain: int) -> float:
-    """The same, of a sum of `scores`."""
-    return lost(min(chain, -(-columns // K)), columns <= SHORT)
 
 
 SMALL_FIRST = ((1, 1), (1, 0), (0, 1), (0, 0))
@@ -237,8 +234,8 @@ def start(q_rows: int, columns: int):
     return start
 
 
-def finish(q_rows: int, columns: int, lost: float = 0.0):
-    """The verb `finish(gO, O, l, unit, row0, lane)`: gO[row0 + row, column] = unit O (1 + lost) / l, within gO.
+def finish(q_rows: int, columns: int):
+    """The verb `finish(gO, O, l, unit, row0, lane)`: gO[row0 + row, column] = unit O / l, within gO.
 
     l is summed over the four lanes of a row first, in place.
     """
@@ -252,15 +249,14 @@ def finish(q_rows: int, columns: int, lost: float = 0.0):
                     total = total + e.shfl_xor(total, distance)
                 l[i, h] = total
                 inverse = e.where(total > 0.0, e.number(1.0) / total, 0.0)
-                missing = total * lost
                 at = row + (M * i + 8 * h)
                 for j in range(-(-columns // N)):
                     for r in range(2):
                         place = at, col + (N * j + r)
                         inside = (at < rows) & (place[1] < columns_left)
                         quotient = O[i, j, 2 * h + r] * inverse
-                        # What its rounding, and that of the inverse, left over, and what O lost.
-                        rest = e.fma(quotient, missing, e.fma(-quotient, total, O[i, j, 2 * h + r]))
+                        # What its rounding, and that of the inverse, left over.
+                        rest = e.fma(-quotient, total, O[i, j, 2 * h + r])
                         e.store(gO, place, [e.fma(rest, inverse, quotient) * unit], inside)
 
     @verb

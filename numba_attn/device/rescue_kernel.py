@@ -1,8 +1,9 @@
 """The launch that does what halves would not serve: blocks left undone, and rows with few keys.
 
 In a sum of few terms fp32 makes few rounding errors, fewer than halves bring along: under causality the first rows of
-each head are done again. A warp takes a row, one key at a time; lane t has the columns t + 32 i. Keys that do not count
-are never read, so a NaN or Inf stays where it is. Blocks with nothing to do return at once.
+each head are done again, and all rows where there are few keys or columns. A warp takes a row, one key at a time; lane
+t has the columns t + 32 i. Keys that do not count are never read, so a NaN or Inf stays where it is. Blocks with
+nothing to do return at once.
 
 Scores have twice fp32's digits until their difference is taken. Beside one of 2^20 the rounding errors of fp32 are as
 large as what the exponential sees, and a row in which two such scores nearly tie decides the error of its head: as
@@ -18,7 +19,7 @@ import numpy as np
 from numba import cuda, float32
 
 from numba_attn.device.mask import Mask
-from numba_attn.device.math import add_product, fma
+from numba_attn.device.math import add_product, fma, product_of
 from numba_attn.device.softmax import ALL_LANES, NEG_INF, ONE, ZERO, finite_max, warp_two_sum
 from numba_attn.device.tile import WARP
 
@@ -76,7 +77,7 @@ def build_rescue(config: RescueConfig):
                         if d < D:
                             s, rest = add_product(s, rest, q[i], gK[col, d])
                     s, rest = warp_two_sum(s, rest)
-                    score = s * scale
+                    score = product_of(s, scale)
                     rest = fma(s, scale, -score) + rest * scale
                     rest = rest if abs(rest) < INF else ZERO
                     m_new, m_rest_new = max(m, score), rest if score > m else m_rest

@@ -9,12 +9,11 @@ from numba import cuda
 from numba.cuda import types
 from numba.cuda.extending import intrinsic
 
-from numba_attn.device.math import LOG2E, two_sum
+from numba_attn.device.math import LOG2E, ZERO, two_sum
 from numba_attn.device.ptx import emit_ex2, emit_max, emit_shfl_bfly, emit_shfl_idx
 from numba_attn.device.verb import twin_of, verb
 
 NEG_INF = np.float32(-np.inf)
-ZERO = np.float32(0)
 ONE = np.float32(1)
 ALL_LANES = 0xFFFFFFFF
 

@@ -39,7 +39,7 @@ class SplitConfig:
     columns: int
     vector: int
     lost: float
-    """Of a sum of Q K^T, see `mma_tile.lost`."""
+    """Of a sum of Q K^T, see `mma_tile.lost_by_scores`."""
 
     @property
     def threads(self) -> int:
