@@ -56,6 +56,8 @@ class ImageBatches:
     block_n: int = 1
     """Keys of a block: K and V have tiles for whole blocks."""
     more: Callable[[int, int], dict[str, Workspace]] = no_more
+    lost: float = 0.0
+    """Of a sum of Q K^T in the tensor cores, see `device.mma_tile.lost_by_scores`: Q's images make up for it."""
     halves: int = 2
     """1 for accuracy class tf32."""
 
@@ -83,13 +85,15 @@ class ImageBatches:
         """With one launch between, a block per block of query rows: a fused kernel."""
 
         def between(batch: Batch) -> tuple[Launch, ...]:
-            args = (*batch.parts("Q", "K", *IMAGES, *RECORDS, "unsafe", "O", "lse"), "scale", batch.first_row)
+            args = (*batch.parts("Q", "K", *IMAGES, *RECORDS, "unsafe", "O", "lse"), batch.first_row)
             return (Launch(build, config, args, batch.heads * batch.m_blocks, **sizes),)
 
         return self.launches(between)
 
     def _split(self, batch: Batch) -> Launch:
-        config = SplitConfig(self.rows, padded(self.columns), 4 if self.problem.vector == 4 else 1, self.halves)
+        config = SplitConfig(
+            self.rows, padded(self.columns), 4 if self.problem.vector == 4 else 1, self.lost, self.halves
+        )
         args = (*batch.parts("Q", "K", "V", *IMAGES, *RECORDS), "scale")
         operands = "Q" if batch.keys_are_there else "QKV"
         tiles = batch.heads * sum(self.tiles(name, batch.m_blocks) for name in operands)

@@ -16,7 +16,8 @@ from dataclasses import dataclass
 
 from numba_attn.device.math import cdiv
 from numba_attn.device.mma_product import TILE
-from numba_attn.device.split_half import image_words
+from numba_attn.device.mma_tile import lost_by_scores
+from numba_attn.device.split_half import FEW_COLUMNS, image_words
 from numba_attn.device.weights_kernel import WeightsConfig, build_weights
 from numba_attn.images import IMAGES, RECORDS, Batch, ImageBatches
 from numba_attn.kernel import Launch, Workspace
@@ -30,6 +31,8 @@ def unsuited(problem: Problem) -> str | None:
     """Why another kernel should be preferred, or None."""
     if max(problem.D, problem.Dv) <= FUSED_COLUMNS:
         return f"head dims up to {FUSED_COLUMNS}: P need not go through memory"
+    if problem.D < FEW_COLUMNS:
+        return f"fewer than {FEW_COLUMNS} columns: done one key at a time in fp32, halves would lose digits"
     if problem.Lq < LEAST_ROWS:
         return f"fewer than {LEAST_ROWS} rows a head: most of a block would be empty"
     if problem.flop < LEAST_FLOP:
@@ -50,11 +53,14 @@ class TwoProducts:
     block_n: int
     key_step: int
     most_blocks: int = 0
+    steps_of_sum: int = 4
+    """Of 16 columns, in sums of S in the tensor cores."""
     halves: int = 2
 
     @property
     def images(self) -> ImageBatches:
-        return ImageBatches(self.problem, TILE, TILE, self.block_m, self.key_step, self._more, self.halves)
+        lost = lost_by_scores(TILE, self.steps_of_sum) if self.halves == 2 else 0.0
+        return ImageBatches(self.problem, TILE, TILE, self.block_m, self.key_step, self._more, lost, self.halves)
 
     def _more(self, heads: int, m_blocks: int) -> dict[str, Workspace]:
         groups, rows = cdiv(self.problem.Lk, self.key_step) * (self.key_step // TILE), m_blocks * self.block_m
@@ -85,7 +91,7 @@ class TwoProducts:
             Q, K, O, lse = batch.parts("Q", "K", "O", "lse")
             P, M, L, V_amax, unsafe = batch.parts("P_image", "M", "L", "V_amax", "unsafe")
             of_scores = (Q, K, Q_image, K_image, Q_record, K_record, P, M, L, unsafe, row)
-            of_weights = (Q, K, *records, M, L, V_amax, unsafe, lse, "scale", row)
+            of_weights = (Q, K, *records, M, L, V_amax, unsafe, lse, row)
             of_outputs = (Q, K, P, V_image, V_record, M, V_amax, unsafe, O, row)
             return (
                 product(build_scores, of_scores, blocks * n_blocks),

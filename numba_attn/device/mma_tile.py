@@ -5,8 +5,9 @@ and columns 8 j .. + 7; a value per row is [i, h] for row 16 i + 8 h + lane // 4
 Operands are images in shared memory (see `split_half`).
 
 Every product of fp32 numbers is three of halves, small ones first: they meet a small sum. The tensor core truncates its
-sums, so each sum starts from zero after a few steps and is added up in fp32, where it rounds to nearest. For class tf32
-the product of hi and hi is all, and what sums are truncated by does not show.
+sums, so each sum starts from zero after a few steps and is added up in fp32, where it rounds to nearest. What scores
+lose on average is made up for at no cost (`lost_by_scores`). For class tf32 the product of hi and hi is all, and what
+sums are truncated by does not show.
 """
 
 from __future__ import annotations
@@ -17,8 +18,8 @@ import numpy as np
 from numba import cuda, int32
 
 from numba_attn.device.fragments import K, M, N
-from numba_attn.device.math import fma
-from numba_attn.device.split_half import CHUNK, ROW_BYTES, of_log2, plane_bytes, split
+from numba_attn.device.math import LN2, LN2_REST, fma
+from numba_attn.device.split_half import CHUNK, ROW_BYTES, plane_bytes, split
 from numba_attn.device.unrolled import unrolled
 from numba_attn.device.verb import verb
 
@@ -59,6 +60,22 @@ def half_of(halves, n: int) -> list:
 
 SHORT = 64
 """Columns of a short sum."""
+LOST_ONCE = 0.72 * 2.0**-24
+"""What a sum loses by one truncation to 24 bits, relative to it: half an ulp, averaged over mantissas."""
+
+
+def lost_by_scores(columns: int, chain: int) -> float:
+    """What a sum of `scores` loses by truncation, on average, relative to it: the factor of Q makes up for it.
+
+    It is truncated at the size of each of its partial sums: after each product of hi and hi, and, unless all small
+    products come first, after two small ones on top of it. Sums of O are left as they are: one key that has all the
+    weight loses nothing.
+    """
+    steps = min(chain, -(-columns // K))
+    large, small = sum(range(1, steps + 1)), 0 if columns <= SHORT else 2 * sum(range(steps))
+    return LOST_ONCE * (large + small) / steps
+
+
 SMALL_FIRST = ((1, 1), (1, 0), (0, 1), (0, 0))
 """The four products, as which half (0: hi, 1: lo) of the left and of the right operand they take."""
 
@@ -207,7 +224,7 @@ def outputs(q_rows: int, k_rows: int, columns: int, chain: int, products: int = 
 def left_fragment(e, P, i: int, step: int, halves: int = 2) -> list:
     """hi, or hi and lo, of P's columns 16 step .. + 15 as a left operand."""
     places = [(j, 2 * h) for j in (2 * step, 2 * step + 1) for h in range(2)]
-    return list(zip(*(split(e, P[i, j, r], P[i, j, r + 1], 1.0, halves) for j, r in places), strict=True))
+    return list(zip(*(split(e, P[i, j, r], P[i, j, r + 1], 1.0, halves=halves) for j, r in places), strict=True))
 
 
 def start(q_rows: int, columns: int):
@@ -258,20 +275,16 @@ def finish(q_rows: int, columns: int):
 
 
 def store_lse(q_rows: int):
-    """The verb `store(gLse, m, l, scale, row0, lane)`: gLse[row0 + row] = m in base e + ln l, within gLse.
-
-    m is an exponent of 2 of scores times fp32's scale log2(e), `scale` what was meant: that product's rounding cancels.
-    """
+    """The verb `store(gLse, m, l, row0, lane)`: gLse[row0 + row] = m in base e + ln l, within gLse."""
     m_tiles = q_rows // M
 
     @verb
-    def store(gLse, m, l, scale, row0, lane):
-        hi, lo = of_log2(scale)
+    def store(gLse, m, l, row0, lane):
         for i in range(m_tiles):
             for h in range(2):
                 row = row0 + (lane >> 2) + M * i + 8 * h
                 if lane & 3 == 0 and row < gLse.shape[0]:
-                    gLse[row] = fma(m[i, h], hi, fma(m[i, h], lo, log(l[i, h])))
+                    gLse[row] = fma(m[i, h], LN2, fma(m[i, h], LN2_REST, log(l[i, h])))
 
     return store
 

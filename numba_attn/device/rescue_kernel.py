@@ -1,8 +1,13 @@
-"""The launch that does in plain fp32 what halves would not serve: blocks left undone, and rows with few keys.
+"""The launch that does what halves would not serve: blocks left undone, and rows with few keys.
 
 In a sum of few terms fp32 makes few rounding errors, fewer than halves bring along: under causality the first rows of
-each head are done again. A warp takes a row, one key at a time; lane t has the columns t + 32 i. Keys that do not count
-are never read, so a NaN or Inf stays where it is. Blocks with nothing to do return at once.
+each head are done again, and all rows where there are few keys or columns. A warp takes a row, one key at a time; lane
+t has the columns t + 32 i. Keys that do not count are never read, so a NaN or Inf stays where it is. Blocks with
+nothing to do return at once.
+
+Scores have twice fp32's digits until their difference is taken. Beside one of 2^20 the rounding errors of fp32 are as
+large as what the exponential sees, and a row in which two such scores nearly tie decides the error of its head: as
+likely as not it would be larger than that of another fp32 evaluation. The rest is plain fp32.
 """
 
 from __future__ import annotations
@@ -10,15 +15,20 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 
+import numpy as np
 from numba import cuda, float32
 
 from numba_attn.device.mask import Mask
-from numba_attn.device.softmax import NEG_INF, ZERO, finite_max, log_sum_exp, warp_sum
+from numba_attn.device.math import add_product, fma, product_of
+from numba_attn.device.softmax import ALL_LANES, NEG_INF, ONE, ZERO, finite_max, warp_two_sum
 from numba_attn.device.tile import WARP
 
 FEW_KEYS = 32
 WIDTHS = (256, 1024)
 """Columns that a row is taken to have: what is rare needs no machine code for each width."""
+SMALLER = np.float32(2.0**-32)
+"""Times V a sum over all its keys stays finite."""
+INF, LARGEST = np.float32(np.inf), np.finfo(np.float32).max
 
 
 @dataclass(frozen=True)
@@ -58,34 +68,49 @@ def build_rescue(config: RescueConfig):
         acc = cuda.local.array(REGISTERS, float32)
 
         for row in range(m_block * block_m + warp, row_end, WARPS):
-            # load Q, reset m, l, acc
             for i in range(REGISTERS):
                 d = lane + WARP * i
                 q[i] = gQ[row, d] if d < D else ZERO
-                acc[i] = ZERO
-            m, l = NEG_INF, ZERO
             n_end = end_of_row(first_row + row, Lk)
 
-            for col in range(n_end):
-                s = ZERO
+            # O, unnormalised, overflows where V is near the largest number: then once more, of smaller values
+            for down in (ONE, SMALLER):
+                m, m_rest, l, overflows = NEG_INF, ZERO, ZERO, False
                 for i in range(REGISTERS):
-                    d = lane + WARP * i
-                    s += q[i] * gK[col, d] if d < D else ZERO
-                s = warp_sum(s) * scale
-                m_new = max(m, s)
-                base = finite_max(m_new)
-                alpha, p = float32(math.exp(m - base)), float32(math.exp(s - base))
-                m, l = m_new, l * alpha + p
+                    acc[i] = ZERO
+
+                for col in range(n_end):
+                    s, rest = ZERO, ZERO
+                    for i in range(REGISTERS):
+                        d = lane + WARP * i
+                        if d < D:
+                            s, rest = add_product(s, rest, q[i], gK[col, d])
+                    s, rest = warp_two_sum(s, rest)
+                    score = product_of(s, scale)
+                    rest = fma(s, scale, -score) + rest * scale
+                    rest = rest if abs(rest) < INF else ZERO
+                    m_new, m_rest_new = max(m, score), rest if score > m else m_rest
+                    base = finite_max(m_new)
+                    alpha = float32(math.exp((m - base) + (m_rest - m_rest_new)))
+                    p = float32(math.exp((score - base) + (rest - m_rest_new)))
+                    m, m_rest, l = m_new, m_rest_new, l * alpha + p
+                    for i in range(REGISTERS):
+                        d = lane + WARP * i
+                        acc[i] = acc[i] * alpha + (p * (gV[col, d] * down) if d < Dv else ZERO)
+
                 for i in range(REGISTERS):
-                    d = lane + WARP * i
-                    acc[i] = acc[i] * alpha + (p * gV[col, d] if d < Dv else ZERO)
+                    overflows |= not abs(acc[i]) < INF
+                if not cuda.any_sync(ALL_LANES, overflows):
+                    break
 
             # finish: O = acc / l, lse = m + ln l
             for i in range(REGISTERS):
                 d = lane + WARP * i
                 if d < Dv:
-                    O[b, h, row, d] = acc[i] / l if n_end > 0 else ZERO
+                    mean = acc[i] / l / down if n_end > 0 else ZERO
+                    # No mean of finite values is infinite.
+                    O[b, h, row, d] = max(-LARGEST, min(mean, LARGEST)) if abs(acc[i]) < INF else mean
             if lane == 0 and row < lse.shape[2]:
-                lse[b, h, row] = log_sum_exp(m, l)
+                lse[b, h, row] = m + (m_rest + math.log(l))
 
     return rescue

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 
 from numba import cuda, float32, int32
 
-from numba_attn.device.math import LOG2E, bits, from_bits
+from numba_attn.device.math import bits, from_bits
 from numba_attn.device.smem import vector_load
 from numba_attn.device.softmax import ALL_LANES, ONE, ZERO, warp_max
 from numba_attn.device.split_half import (
@@ -24,6 +24,7 @@ from numba_attn.device.split_half import (
     UNSCALE,
     image_word,
     image_words,
+    of_log2e,
     padded,
     row_step,
     scales,
@@ -41,6 +42,8 @@ class SplitConfig:
     rows: int
     columns: int
     vector: int
+    lost: float = 0.0
+    """Of a sum of Q K^T, see `mma_tile.lost_by_scores`."""
     halves: int = 2
 
     @property
@@ -53,19 +56,18 @@ class SplitConfig:
 
 
 @verb
-def locate(block, Q, K, V, Q_image, K_image, V_image, Q_record, K_record, V_record, scale):
-    """Operand, image, record, head, tile and factor of a tile's number: those of Q come first, then K's, then V's."""
+def locate(block, Q, K, V, Q_image, K_image, V_image, Q_record, K_record, V_record):
+    """Operand, image, record, head, tile of a tile's number, and is it Q: Q's come first, then K's, then V's."""
     q_blocks, k_blocks = Q_record.shape[0] * Q_record.shape[1], K_record.shape[0] * K_record.shape[1]
-    tile, tiles, times = block, K_record.shape[1], ONE
-    if block < q_blocks:
+    tile, tiles, is_q = block, K_record.shape[1], block < q_blocks
+    if is_q:
         X, image, record, tiles = Q, Q_image, Q_record, Q_record.shape[1]
-        times = scale * LOG2E
     elif block < q_blocks + k_blocks:
         X, image, record, tile = K, K_image, K_record, block - q_blocks
     else:
         X, image, record, tile = V, V_image, V_record, block - q_blocks - k_blocks
         tiles = V_record.shape[1]
-    return X, image, record, tile // tiles, tile % tiles, times
+    return X, image, record, tile // tiles, tile % tiles, is_q
 
 
 def load_tile(config: SplitConfig):
@@ -96,7 +98,7 @@ def load_tile(config: SplitConfig):
 
 
 def store_tile(config: SplitConfig):
-    """The verb `store(x, image, record, head, tile, times, D, peaks, counts, tid)`: image and record of a tile.
+    """The verb `store(x, image, record, head, tile, times, rest, D, peaks, counts, tid)`: image and record of a tile.
 
     peaks, counts: shared, by row.
     """
@@ -108,7 +110,7 @@ def store_tile(config: SplitConfig):
     word = image_word(ROWS)
 
     @verb
-    def store(x, image, record, head, tile, times, D, peaks, counts, tid):
+    def store(x, image, record, head, tile, times, rest, D, peaks, counts, tid):
         d_left = min(D - tile % ((D + COLUMNS - 1) // COLUMNS) * COLUMNS, COLUMNS)
         chunk, row = tid % CHUNKS, tid // CHUNKS
         for r in range(tid, ROWS, THREADS):
@@ -135,7 +137,7 @@ def store_tile(config: SplitConfig):
 
         # its image
         up, down = scales(bits(amax * abs(times)))
-        write(image[head], tile * TILE_WORDS + word(row, chunk), x, times * up)
+        write(image[head], tile * TILE_WORDS + word(row, chunk), x, times * up, rest * up)
 
         # its record
         for i in range(TURNS):
@@ -167,20 +169,23 @@ def store_tile(config: SplitConfig):
 
 
 def build_split(config: SplitConfig):
-    """`split_halves(Q, K, V, Q_image, .., V_record, scale)`: Q is taken times scale log2(e)."""
+    """`split_halves(Q, K, V, Q_image, .., V_record, scale)`: Q is taken times scale log2(e) (1 + lost)."""
     X_SHAPE, ROWS = (config.rows // row_step(config.rows), CHUNK), config.rows
-    load, store = load_tile(config), store_tile(config)
+    load, store, factor = load_tile(config), store_tile(config), of_log2e(config.lost)
 
     @cuda.jit
     def split_halves(Q, K, V, Q_image, K_image, V_image, Q_record, K_record, V_record, scale):
         # who am I: block -> operand, head, tile; thread -> one chunk of every row_step-th row
-        X, image, record, head, tile, times = locate(
-            cuda.blockIdx.x, Q, K, V, Q_image, K_image, V_image, Q_record, K_record, V_record, scale
+        X, image, record, head, tile, is_q = locate(
+            cuda.blockIdx.x, Q, K, V, Q_image, K_image, V_image, Q_record, K_record, V_record
         )
+        times, rest = ONE, ZERO
+        if is_q:
+            times, rest = factor(scale)
         peaks = cuda.shared.array(ROWS, int32)  # of each row, the bits of its largest magnitude
         counts = cuda.shared.array(ROWS, int32)  # of each row, how many elements come near the tile's largest
         x = cuda.local.array(X_SHAPE, float32)
         load(x, X, head, tile, cuda.threadIdx.x)
-        store(x, image, record, head, tile, times, X.shape[3], peaks, counts, cuda.threadIdx.x)
+        store(x, image, record, head, tile, times, rest, X.shape[3], peaks, counts, cuda.threadIdx.x)
 
     return split_halves

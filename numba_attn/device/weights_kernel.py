@@ -14,11 +14,11 @@ from math import log
 from numba import cuda, float32
 
 from numba_attn.device.mask import Mask
-from numba_attn.device.math import fma
+from numba_attn.device.math import LN2, LN2_REST, fma
 from numba_attn.device.rescue_kernel import FEW_KEYS
 from numba_attn.device.softmax import NEG_INF, ONE, ZERO, exp2, finite_max
 from numba_attn.device.split_half import SLACK as SLACKS
-from numba_attn.device.split_half import extremes, is_safe, of_log2
+from numba_attn.device.split_half import extremes, is_safe
 
 
 @dataclass(frozen=True)
@@ -32,7 +32,7 @@ class WeightsConfig:
 
 
 def build_weights(config: WeightsConfig):
-    """`weights(Q, K, Q_record, K_record, V_record, M, L, V_amax, unsafe, lse, scale, first_row)`.
+    """`weights(Q, K, Q_record, K_record, V_record, M, L, V_amax, unsafe, lse, first_row)`.
 
     M[head, group, row] becomes w, V_amax[head] the largest magnitude of V, unsafe[head, m_block] 1 where halves would
     lose digits: such blocks are left as they are.
@@ -41,7 +41,7 @@ def build_weights(config: WeightsConfig):
     end_of_row = Mask(config.is_causal).end
 
     @cuda.jit
-    def weights(Q, K, Q_record, K_record, V_record, M, L, V_amax, unsafe, lse, scale, first_row):
+    def weights(Q, K, Q_record, K_record, V_record, M, L, V_amax, unsafe, lse, first_row):
         # who am I: block -> batch, head, m_block; a thread has a row
         H, Lq, D, Lk = Q.shape[1], Q.shape[2], Q.shape[3], K.shape[2]
         m_blocks = unsafe.shape[1]
@@ -77,7 +77,6 @@ def build_weights(config: WeightsConfig):
         for g in range(groups):
             gM[g, row] = exp2(gM[g, row] - base) * inverse
         if row < lse.shape[2]:
-            hi, lo = of_log2(scale)
-            lse[head // H, head % H, row] = fma(m, hi, fma(m, lo, log(l)))
+            lse[head // H, head % H, row] = fma(m, LN2, fma(m, LN2_REST, log(l)))
 
     return weights

@@ -59,7 +59,7 @@ def store_image(panels: int, halves: int):
             for h in range(2):
                 for j in range(0, TILE // N, 2):
                     p = _four_columns(e, odd, *((P[i, k, 2 * h], P[i, k, 2 * h + 1]) for k in (j, j + 1)))
-                    pairs = [split(e, *p[:2], 1.0, halves), split(e, *p[2:], 1.0, halves)]
+                    pairs = [split(e, *p[:2], 1.0, halves=halves), split(e, *p[2:], 1.0, halves=halves)]
                     at = word + (halves * PLANE_WORDS * i + 8 * h * (ROW_BYTES // WORD_BYTES)) + (place ^ (4 * j))
                     for plane, words in enumerate(zip(*pairs, strict=True)):
                         e.store(image, (at + plane * PLANE_WORDS,), words, n > i)

@@ -12,7 +12,7 @@ Algorithm. Three launches:
              3.  l = alpha l + rowsum P
              4.  O = alpha O + P V      P split in the registers that S was summed in
              and after the last tile O = O / l, lse = m + ln l.
-    rescue   blocks for which halves would lose digits (`is_safe`), and rows with few keys, in plain fp32.
+    rescue   blocks for which halves would lose digits (`is_safe`), and rows with few keys, in fp32.
 
 Work split. One block per (batch, head, WARPS Q_ROWS query rows); a warp owns Q_ROWS of them whole, so that row
 statistics need two shuffles and P never leaves its registers. Tiles of K and V take turns in a ring of SLOTS slots.
@@ -22,7 +22,7 @@ WARPS Q_ROWS PADDED bytes for Q, 2 HALVES K_ROWS PADDED for each slot. Registers
 Q_ROWS K_ROWS / 32 for S.
 
 Numerics. A number is off by 2^-23, a product by 2^-22 of it at most; sums are truncated within 16 S_CHAIN columns (S)
-or 16 O_CHAIN keys (O), and rounded to nearest beyond. Against float64, normwise: 5e-7 on normal inputs. With one half a
+or 16 O_CHAIN keys (O), and rounded to nearest beyond; what S loses by that on average is made up for. With one half a
 number is off by 2^-12, a product by 2^-11: normwise 4e-4.
 
 Limits. Compute capability 8.0, head dims up to 256, images of one head within 512 MB.
@@ -126,6 +126,8 @@ def supports(problem: Problem, device: Device) -> str | None:
 
 
 def suits(problem: Problem, device: Device) -> str | None:
+    if problem.D < split_half.FEW_COLUMNS:
+        return f"fewer than {split_half.FEW_COLUMNS} columns: done one key at a time in fp32, halves would lose digits"
     if problem.Lq < LEAST_ROWS:
         return f"fewer than {LEAST_ROWS} rows a head: most of a block would be empty"
     if problem.flop < LEAST_FLOP:
@@ -152,7 +154,9 @@ def small_config(problem: Problem) -> Config:
 
 
 def images(problem: Problem, config: Config) -> ImageBatches:
-    return ImageBatches(problem, config.k_rows, config.d_bucket, config.block_m, halves=config.halves)
+    halves = config.halves
+    lost = mma_tile.lost_by_scores(config.d_bucket, config.s_chain) if halves == 2 else 0.0
+    return ImageBatches(problem, config.k_rows, config.d_bucket, config.block_m, lost=lost, halves=halves)
 
 
 def workspace(problem: Problem, config: Config) -> dict[str, Workspace]:
@@ -189,22 +193,17 @@ def build_flash(config: Config):
     store_lse = mma_tile.store_lse(Q_ROWS)
 
     @cuda.jit
-    def flash_split_half(
-        Q, K, Q_image, K_image, V_image, Q_record, K_record, V_record, unsafe, O, lse, scale, first_row
-    ):
+    def flash_split_half(Q, K, Q_image, K_image, V_image, Q_record, K_record, V_record, unsafe, O, lse, first_row):
         # who am I: block -> batch, head, m_block; a warp owns Q_ROWS query rows
         H, Lq, D, Lk = Q.shape[1], Q.shape[2], Q.shape[3], K.shape[2]
         m_blocks = unsafe.shape[1]
         head, m_block = cuda.blockIdx.x // m_blocks, cuda.blockIdx.x % m_blocks
         if IS_CAUSAL:
             # The last rows have the most keys: start with those of all heads, so that no long block comes last.
-            heads = unsafe.shape[0]
-            head, m_block = cuda.blockIdx.x % heads, m_blocks - 1 - cuda.blockIdx.x // heads
-        b, h = head // H, head % H
-        tid = cuda.threadIdx.x
+            head, m_block = cuda.blockIdx.x % unsafe.shape[0], m_blocks - 1 - cuda.blockIdx.x // unsafe.shape[0]
+        b, h, tid = head // H, head % H, cuda.threadIdx.x
         lane, own_row = tid & 31, (tid >> 5) * Q_ROWS
-        m0 = m_block * BLOCK_M
-        row0 = m0 + own_row
+        m0, row0 = m_block * BLOCK_M, m_block * BLOCK_M + own_row
         rQ, rK, rV, gK, gV = Q_record[head], K_record[head], V_record[head], K_image[head], V_image[head]
 
         # halves only where they lose nothing
@@ -280,7 +279,7 @@ def build_flash(config: Config):
         # finish: O = acc / l, lse = m + ln l
         wait_all()  # without a key, for Q
         finish(O[b, h], acc, l, v_unscale / PEAK, row0, lane)
-        store_lse(lse[b, h], m, l, scale, row0, lane)
+        store_lse(lse[b, h], m, l, row0, lane)
 
     return flash_split_half
 

@@ -20,6 +20,8 @@ from numba_attn.device.ptx_sm90 import (
 from numba_attn.device.rescue_kernel import FEW_KEYS
 from numba_attn.device.smem import shared_memory
 from numba_attn.device.split_half import (
+    BLOCK_COLUMNS,
+    FEW_COLUMNS,
     PEAK,
     ROW_BYTES,
     UNSCALE,
@@ -109,6 +111,8 @@ def supports(problem: Problem, device: Device) -> str | None:
 def suits(problem: Problem, device: Device) -> str | None:
     if problem.precision == "tf32":
         return "three products: flash_split_half_sm80 has one for precision tf32"
+    if problem.D < FEW_COLUMNS:
+        return f"fewer than {FEW_COLUMNS} columns: done one key at a time in fp32, halves would lose digits"
     if problem.Lq < LEAST_ROWS:
         return f"fewer than {LEAST_ROWS} rows a head: most of a block would be empty"
     if problem.flop < LEAST_FLOP:
@@ -134,7 +138,8 @@ def small_config(problem: Problem) -> Config:
 
 
 def images(problem: Problem, config: Config) -> ImageBatches:
-    return ImageBatches(problem, config.k_rows, config.d_bucket, config.block_m)
+    lost = mma_tile.lost_by_scores(min(BLOCK_COLUMNS, config.d_bucket), BLOCK_COLUMNS // STEP)
+    return ImageBatches(problem, config.k_rows, config.d_bucket, config.block_m, lost=lost)
 
 
 def workspace(problem: Problem, config: Config) -> dict[str, Workspace]:
@@ -173,9 +178,7 @@ def build_flash(config: Config):
     store_lse = mma_tile.store_lse(WARP_ROWS)
 
     @cuda.jit
-    def flash_split_half(
-        Q, K, Q_image, K_image, V_image, Q_record, K_record, V_record, unsafe, O, lse, scale, first_row
-    ):
+    def flash_split_half(Q, K, Q_image, K_image, V_image, Q_record, K_record, V_record, unsafe, O, lse, first_row):
         # who am I: block -> batch, head, m_block; a warpgroup owns 64 query rows, the last one copies
         H, Lq, D, Lk = Q.shape[1], Q.shape[2], Q.shape[3], K.shape[2]
         heads, m_blocks = unsafe.shape
@@ -275,7 +278,7 @@ def build_flash(config: Config):
 
             # finish: O = acc / l, lse = m + ln l
             finish(O[b, h], acc, l, v_unscale / PEAK, row0, lane)
-            store_lse(lse[b, h], m, l, scale, row0, lane)
+            store_lse(lse[b, h], m, l, row0, lane)
 
     return flash_split_half
 

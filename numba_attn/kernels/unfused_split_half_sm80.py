@@ -122,7 +122,7 @@ def small_config(problem: Problem) -> Config:
 
 
 def steps(problem: Problem, config: Config) -> TwoProducts:
-    return TwoProducts(problem, config.block_m, config.block_n, config.block_n)
+    return TwoProducts(problem, config.block_m, config.block_n, config.block_n, steps_of_sum=config.chain)
 
 
 def workspace(problem: Problem, config: Config) -> dict[str, Workspace]:

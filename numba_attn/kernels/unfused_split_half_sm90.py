@@ -100,7 +100,7 @@ def small_config(problem: Problem) -> Config:
 
 
 def steps(problem: Problem, halves: int) -> TwoProducts:
-    return TwoProducts(problem, BLOCK_M, BLOCK_N, AT_ONCE, SMS, halves)
+    return TwoProducts(problem, BLOCK_M, BLOCK_N, AT_ONCE, SMS, halves=halves)
 
 
 def workspace(problem: Problem, config: Config) -> dict[str, Workspace]:

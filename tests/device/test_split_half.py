@@ -133,6 +133,7 @@ LARGE = {**USUAL, "q_amax": 2**10, "q_level": 2**4, "k_amax": 2**12, "k_level": 
 
 SAFE = {
     "usual": USUAL,
+    "fewest columns": {**USUAL, "D": 16},
     "sparse, small scores": SPARSE,
     "sparse, the largest scores": {**SPARSE, "q_amax": 2.0**4, "k_amax": 2.0**1},
     "dense, large scores": LARGE,
@@ -156,6 +157,7 @@ UNSAFE = {
     "sparse, larger scores": {**SPARSE, "q_amax": above(2.0**4), "k_amax": 2.0**1},
     "sparse Q": {**LARGE, "q_level": below(2**4)},
     "sparse K": {**LARGE, "k_level": below(2**6)},
+    "few columns": {**USUAL, "D": 15},
     "more columns": {**SPARSE, "q_amax": 2.0**4, "k_amax": 2.0**1, "D": 65},
     "infinite scores": {**LARGE, "q_amax": 2.0**62, "q_level": 2.0**62, "k_amax": 2.0**60, "k_level": 2.0**60},
     "a small row of V": {**USUAL, "v_min": below(2.0**-10)},
@@ -252,8 +254,58 @@ def test_split_of_a_product_that_is_not_rounded(run):
     np.testing.assert_array_equal(O[:, 1], (exact - O[:, 0]).astype(np.float16))
 
 
+def test_split_of_a_factor_of_two_parts(run):
+    @unrolled
+    def divide(e, x, y):
+        hi, lo = sh.split(e, x[0], x[0], x[1], x[2])
+        y[0], _ = e.unpack(hi)
+        y[1], _ = e.unpack(lo)
+
+    @cuda.jit
+    def kernel(A, O):
+        t = cuda.threadIdx.x
+        x, y = cuda.local.array(3, float32), cuda.local.array(2, float32)
+        for i in range(3):
+            x[i] = A[t, i]
+        divide(x, y)
+        O[t, 0], O[t, 1] = y[0], y[1]
+
+    A, O = 1 + np.abs(randn(32, 3)), nans(32, 2)
+    A[:, 2] *= 2.0**-18
+    run(kernel, A, O)
+    exact = A[:, 0].astype(np.float64) * (A[:, 1].astype(np.float64) + A[:, 2])
+    assert np.all(np.abs(O.astype(np.float64).sum(1) - exact) <= 2.0**-22.9 * exact)
+
+
+@pytest.mark.parametrize("lost", [0.0, 2.0**-23, 2.0**-18])
+def test_of_log2e(run, lost):
+    factor = sh.of_log2e(lost)
+
+    @cuda.jit
+    def kernel(A, O):
+        t = cuda.threadIdx.x
+        O[t, 0], O[t, 1] = factor(A[t])
+
+    A, O = randn(32), nans(32, 2)
+    A[:4] = [0.125, 1e30, 1e-30, 0]
+    run(kernel, A, O)
+    exact = A.astype(np.float64) * np.log2(np.e) * (1 + lost)
+    np.testing.assert_allclose(O.astype(np.float64).sum(1), exact, rtol=2.0**-40, atol=0)
+    np.testing.assert_array_equal(O[:, 0], A * LOG2E)
+
+
 def split_tiles(
-    run, Q, K, V, rows: int, columns: int, vector: int = 1, scale: float = 1 / float(LOG2E), q_tiles=None, halves=2
+    run,
+    Q,
+    K,
+    V,
+    rows: int,
+    columns: int,
+    vector: int = 1,
+    scale: float = 1 / float(LOG2E),
+    q_tiles=None,
+    lost=0.0,
+    halves=2,
 ):
     """Images and records of Q, K, V as [Q, K, V] x [heads, tiles, ..] by the split kernel; tiles of zeros included."""
     heads = Q.shape[0] * Q.shape[1]
@@ -261,10 +313,15 @@ def split_tiles(
     tiles[0] = q_tiles or tiles[0]
     images = [np.full((heads, n * sh.image_words(rows, columns, halves)), 0xFFFFFFFF, np.uint32) for n in tiles]
     records = [nans(heads, n, sh.RECORD) for n in tiles]
-    config = SplitConfig(rows, columns, vector, halves)
+    config = SplitConfig(rows, columns, vector, lost, halves)
     arguments = (Q, K, V, *images, *records, np.float32(scale))
     run(build_split(config), *arguments, threads=config.threads, grid=heads * sum(tiles))
     return [image.reshape(heads, n, -1) for image, n in zip(images, tiles, strict=True)], records
+
+
+def factor_of(scale, lost: float = 0.0) -> np.float64:
+    """Of Q's image."""
+    return np.float64(np.float32(scale)) * np.log2(np.e) * (1 + lost)
 
 
 def record_of(X, D: int) -> list[float]:
@@ -292,7 +349,8 @@ def test_images(run, rows, columns, vector, halves):
         np.float32(1e-30) * randn(2, 1, rows + 5, Dv, seed=2),
     )
     images, records = split_tiles(run, Q, K, V, rows, columns, vector, q_tiles=2, halves=halves)
-    for X, own_images, own_records in zip((Q, K, V), images, records, strict=True):
+    factors = factor_of(1 / float(LOG2E)), 1, 1
+    for X, own_images, own_records, factor in zip((Q, K, V), images, records, factors, strict=True):
         for head in range(2):
             for tile in range(2):
                 part = np.zeros((rows, columns), np.float32)
@@ -303,7 +361,7 @@ def test_images(run, rows, columns, vector, halves):
                 np.testing.assert_array_equal(record[: sh.UNSCALE], [amax, level, row_min])
                 up = 1 / record[sh.UNSCALE]
                 assert amax == 0 or 2**14 <= amax * up < 2**15
-                np.testing.assert_array_equal(own_images[head, tile], image_of(part, up, halves))
+                np.testing.assert_array_equal(own_images[head, tile], image_of(part * np.float64(factor), up, halves))
 
 
 def padded(X) -> np.ndarray:
@@ -314,13 +372,13 @@ def padded(X) -> np.ndarray:
 def test_images_of_scaled_queries(run):
     Q, K, V = randn(1, 1, 16, 16), randn(1, 1, 16, 16, seed=1), randn(1, 1, 16, 16, seed=2)
     times = np.float32(-0.3) * LOG2E
-    (q_image, k_image, _), (q_record, k_record, _) = split_tiles(run, Q, K, V, 16, 16, 4, scale=-0.3)
+    (q_image, k_image, _), (q_record, k_record, _) = split_tiles(run, Q, K, V, 16, 16, 4, scale=-0.3, lost=2.0**-20)
     amax, level = np.abs(Q).max() * -times, np.abs(Q).max() * np.float32(2.0**-4) * -times
     dense = np.all(np.sum(np.abs(Q[0, 0]) >= np.abs(Q).max() / 16, axis=1) > 8)
     np.testing.assert_array_equal(q_record[0, 0, :2], [amax, level if dense else 0])
     up = 1 / q_record[0, 0, sh.UNSCALE]
     assert 2**14 <= amax * up < 2**15
-    np.testing.assert_array_equal(q_image[0, 0], image_of(padded(Q[0, 0]) * times, up))
+    np.testing.assert_array_equal(q_image[0, 0], image_of(padded(Q[0, 0]) * factor_of(-0.3, 2.0**-20), up))
     np.testing.assert_array_equal(k_image[0, 0], image_of(K[0, 0], 1 / k_record[0, 0, sh.UNSCALE]))
 
 
@@ -380,12 +438,12 @@ def test_records(run):
     X = np.stack([tile_with(change) for change in TILES.values()])[None]
     images, records = split_tiles(run, X, X, X, 16, 16)
     expected = np.array([record_of(tile, 16) for tile in X[0]], np.float32)
-    for image, record in zip(images, records, strict=True):
+    for image, record, times in zip(images, records, (factor_of(1 / float(LOG2E)), 1, 1), strict=True):
         np.testing.assert_array_equal(record[:, 0, : sh.UNSCALE], expected)
         up = 1 / record[:, 0, sh.UNSCALE]
         for name, tile, words, factor in zip(TILES, X[0], image[:, 0], up, strict=True):
             if np.all(np.isfinite(tile)):
-                np.testing.assert_array_equal(words, image_of(tile, factor), err_msg=name)
+                np.testing.assert_array_equal(words, image_of(tile * np.float64(times), factor), err_msg=name)
 
 
 @pytest.mark.parametrize("scale", [0, -0.0, 1e-45, 1e30, 3e38, -1e38, INF, -INF, NAN])
@@ -399,7 +457,8 @@ def test_records_at_odd_scales(run, scale):
         has_scale = amax < INF and abs(factor) * up < INF
     assert record[0, 0, sh.AMAX] == (amax if has_scale else INF)
     if has_scale:
-        np.testing.assert_array_equal(image[0, 0], image_of(padded(Q[0, 0]) * factor, up))
+        times = factor_of(scale) if abs(factor) > 1e-38 else factor  # a denormal one has no more digits
+        np.testing.assert_array_equal(image[0, 0], image_of(padded(Q[0, 0]) * times, up))
     else:
         assert not abs(scale) <= 1e30
 
@@ -408,7 +467,7 @@ def test_records_at_odd_scales(run, scale):
 def test_round_trip(run, rows, columns, warps):
     """What the split kernel writes, copied to shared memory and read as fragments, is the matrix."""
     X = randn(1, 1, 2 * rows, columns)
-    (images, *_), (records, *_) = split_tiles(run, X, X, X, rows, columns)
+    (_, images, _), (_, records, _) = split_tiles(run, X, X, X, rows, columns)
     m_tiles, steps, threads = rows // 16, columns // 16, 32 * warps
     copy, words = sh.copy_image(sh.image_bytes(rows, columns), threads), sh.image_words(rows, columns)
     shape = (m_tiles, steps, 2, 4)
