@@ -17,7 +17,7 @@ import numpy as np
 from numba import cuda, int32
 
 from numba_attn.device.fragments import K, M, N
-from numba_attn.device.math import fma
+from numba_attn.device.math import LN2, LN2_REST, fma
 from numba_attn.device.split_half import CHUNK, ROW_BYTES, plane_bytes, split
 from numba_attn.device.unrolled import unrolled
 from numba_attn.device.verb import verb
@@ -264,11 +264,6 @@ def finish(q_rows: int, columns: int):
         store(gO, O, l, unit, row0 + (lane >> 2), 2 * (lane & 3), gO.shape[0], gO.shape[1])
 
     return finish
-
-
-LN2 = np.float32(0.693147122859955)
-LN2_REST = np.float32(np.log(2) - float(LN2))
-"""Positive: for a row without keys both products are -inf."""
 
 
 def store_lse(q_rows: int):
