@@ -12,7 +12,7 @@ from numba_attn.device.verb import twin_of, verb
 LOG2E = np.float32(1.4426950408889634)
 LN2 = np.float32(0.693147122859955)
 LN2_REST = np.float32(np.log(2) - float(LN2))
-"""Positive: for a row without keys both products are -inf."""
+"""Positive, so that -inf times ln 2 is -inf in both parts."""
 ZERO = np.float32(0)
 
 
