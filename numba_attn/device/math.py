@@ -65,3 +65,19 @@ def from_bits(typingctx, i):
 @twin_of(from_bits)
 def _from_bits(thread, i):
     return np.int32(i).view(np.float32)
+
+
+@intrinsic
+def quotient(typingctx, a, b):
+    """a // b of two 32-bit integers that are not negative: Numba's own is one of 64 bits."""
+
+    def codegen(context, builder, signature, args):
+        values = [context.cast(builder, v, t, types.int32) for v, t in zip(args, signature.args, strict=True)]
+        return builder.udiv(*values)
+
+    return types.int32(a, b), codegen
+
+
+@twin_of(quotient)
+def _quotient(thread, a, b):
+    return a // b

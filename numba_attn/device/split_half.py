@@ -27,6 +27,7 @@ from __future__ import annotations
 import numpy as np
 
 from numba_attn.device.math import LOG2E, fma, from_bits
+from numba_attn.device.ptx import opaque
 from numba_attn.device.softmax import ZERO, warp_max
 from numba_attn.device.tile import WARP
 from numba_attn.device.unrolled import unrolled
@@ -125,6 +126,17 @@ def is_safe(D, q_amax, q_level, k_amax, k_level, v_amax, v_min):
     finite = (q_amax < INF) & (k_amax < INF) & (v_amax < INF) & (highest_score < INF)
     dense = (q_level >= Q_LEVEL * q_amax) & (k_level >= K_LEVEL * k_amax)
     return finite & ((highest_score <= MAX_SCORE) | dense) & (v_min >= V_SPREAD * v_amax)
+
+
+@verb
+def verdict(Q_record, K_record, V_record, head, first, last, D, lane):
+    """(whether halves lose nothing in tiles first .. last - 1 of Q against all keys, the largest magnitude of V)."""
+    rK, rV = K_record[head], V_record[head]
+    # The lane of unknown origin: addresses of all three are else found ahead, and kept.
+    q_amax, q_level, _ = extremes(Q_record[head], first, last, opaque(lane))
+    k_amax, k_level, _ = extremes(rK, 0, rK.shape[0], opaque(lane))
+    v_amax, _, v_min = extremes(rV, 0, rV.shape[0], opaque(lane))
+    return is_safe(D, q_amax, q_level, k_amax, k_level, v_amax, v_min), v_amax
 
 
 def split(e, low, high, scale) -> tuple:
