@@ -25,6 +25,7 @@ Rows with fewer than 32 keys are left to fp32 in any case, see `rescue_kernel`.
 from __future__ import annotations
 
 import numpy as np
+from numba import float32
 
 from numba_attn.device.math import LOG2E, fma, from_bits
 from numba_attn.device.ptx import opaque
@@ -129,14 +130,14 @@ def is_safe(D, q_amax, q_level, k_amax, k_level, v_amax, v_min):
 
 
 @verb
-def verdict(Q_record, K_record, V_record, head, first, last, D, lane):
-    """(whether halves lose nothing in tiles first .. last - 1 of Q against all keys, the largest magnitude of V)."""
+def verdict(Q_record, K_record, V_record, head, first, tiles, D, lane):
+    """(whether halves lose nothing in so many tiles of Q, from `first` on, for all keys; largest magnitude of V)."""
     rK, rV = K_record[head], V_record[head]
     # The lane of unknown origin: addresses of all three are else found ahead, and kept.
-    q_amax, q_level, _ = extremes(Q_record[head], first, last, opaque(lane))
+    q_amax, q_level, _ = extremes(Q_record[head], first, first + tiles, opaque(lane))
     k_amax, k_level, _ = extremes(rK, 0, rK.shape[0], opaque(lane))
     v_amax, _, v_min = extremes(rV, 0, rV.shape[0], opaque(lane))
-    return is_safe(D, q_amax, q_level, k_amax, k_level, v_amax, v_min), v_amax
+    return is_safe(float32(D), q_amax, q_level, k_amax, k_level, v_amax, v_min), v_amax
 
 
 def split(e, low, high, scale) -> tuple:

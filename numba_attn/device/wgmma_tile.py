@@ -104,7 +104,7 @@ def claim(slots: int, slot_bytes: int):
 
 
 def feed(columns: int, part: int, slots: int):
-    """The verb `feed(ring, barriers, turn, gK, gV, n_blocks)`: K and V of each tile in turn, as slots become free.
+    """The verb `feed(ring, barriers, turn, gK, gV, n_end)`: K and V of each tile up to n_end, as slots become free.
 
     By one thread. gK, gV: images; returns the turn after the last part.
     """
@@ -112,8 +112,8 @@ def feed(columns: int, part: int, slots: int):
     following, claim_slot, copy = ring(slots), claim(slots, slot_bytes), copy_part(GROUP_ROWS, columns, part)
 
     @verb
-    def feed(ring, barriers, turn, gK, gV, n_blocks):
-        for tile in range(2 * n_blocks):
+    def feed(ring, barriers, turn, gK, gV, n_end):
+        for tile in range(2 * ((n_end + GROUP_ROWS - 1) // GROUP_ROWS)):
             for p in range(parts):
                 slot, barrier = claim_slot(ring, barriers, turn)
                 copy(slot, gV if tile & 1 else gK, tile >> 1, p, barrier)

@@ -93,8 +93,10 @@ class Config:
 
     @property
     def registers(self) -> tuple[int, int]:
-        """Of a thread that copies, and of one that multiplies: together those of an SM."""
-        return 32, min(240, (65536 // GROUP_THREADS - 32) // self.groups // 8 * 8)
+        """Of a thread that copies, and of one that multiplies: together what the block starts with, or it hangs."""
+        together = min(240, 65536 // self.threads // 8 * 8) * (self.groups + 1)
+        many = min(240 if self.d_bucket > 192 else 232, (together - 24) // self.groups // 8 * 8)
+        return together - many * self.groups, many
 
 
 TASK_BYTES = 8  # number and largest magnitude of V
@@ -194,11 +196,10 @@ def build_flash(config: Config):
                 for number in range(cuda.blockIdx.x, heads * m_blocks, cuda.gridDim.x):
                     # halves only where they lose nothing
                     head, m_block = place(number, heads, m_blocks, K_record.shape[1])
-                    first, last = m_block * GROUPS, (m_block + 1) * GROUPS
-                    safe, v_amax = verdict(Q_record, K_record, V_record, head, first, last, float32(D), lane)
+                    safe, v_amax = verdict(Q_record, K_record, V_record, head, m_block * GROUPS, GROUPS, D, lane)
                     safe &= Lk >= FEW_KEYS
                     if lane == 0:
-                        unsafe[head, m_block] = 0 if safe else 1
+                        unsafe[head, m_block] = not safe
                     if safe and lane == 0:
                         # All warps are done with Q and the words of the task before.
                         mbarrier_wait(q_read, (q_turn & 1) ^ 1)
@@ -208,8 +209,7 @@ def build_flash(config: Config):
                         copy_q(smem, Q_image[head], m_block * Q_WORDS, q_full)
                         q_turn += 1
                         n_end = end_of_row(first_row + min((m_block + 1) * BLOCK_M, Lq) - 1, Lk)
-                        n_blocks = (n_end + K_ROWS - 1) // K_ROWS
-                        turn = feed(ring, q_full, turn, K_image[head], V_image[head], n_blocks)
+                        turn = feed(ring, q_full, turn, K_image[head], V_image[head], n_end)
                 if lane == 0:
                     mbarrier_wait(q_read, (q_turn & 1) ^ 1)
                     task[0] = -1  # no more
