@@ -45,9 +45,9 @@ REGISTERS_PER_SM, REGISTER_UNIT = 65536, 8
 STATIC_SMEM_BYTES = 48 * 1024
 
 # Stores and loads together. Patches that fill 255 registers leave none for what a chunk of keys needs only at its
-# ends (lengths, strides, row statistics); more than this many bytes would be accumulators. That none of it is in a
-# key loop is gated below.
-MOST_SPILL_BYTES = 640
+# ends (lengths, strides, row statistics), nor the 24 of a warp that only copies for what it decides once a task; more
+# than this many bytes would be accumulators. That none of it is in a key loop is gated below.
+MOST_SPILL_BYTES = 768
 
 KEY_LOOP_FMAS = 32
 """A basic block with as many fused multiply-adds as this is the body of a key loop."""
@@ -369,7 +369,7 @@ def test_products_of_halves_unfused(config):
 @pytest.mark.parametrize("config", flash_split_half_sm90.configs(), ids=str)
 def test_products_of_warpgroups(config):
     of_s = config.products * -(-config.d_bucket // 16)
-    of_o = 3 * (config.k_rows // 16) * -(-config.d_bucket // config.o_columns)
+    of_o = 3 * (flash_split_half_sm90.K_ROWS // 16) * -(-config.d_bucket // config.o_columns)
     assert products_of(flash_split_half_sm90, config) == [of_s + of_o]
 
 
@@ -388,7 +388,8 @@ def test_machine_code_of_warpgroups(config, tmp_path):
     assert len(waits) == of_s + of_o
     assert sum(opcode.startswith("USETMAXREG") for opcode in opcodes) == 2
     few, many = config.registers
-    assert (few + config.groups * many) * GROUP_THREADS <= REGISTERS_PER_SM
+    # More than the block starts with would be waited for, for ever.
+    assert (few + config.groups * many) * GROUP_THREADS <= binary.registers * launch.threads
 
 
 def cubins_of_the_matrix(kernel) -> set:

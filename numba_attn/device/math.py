@@ -91,3 +91,19 @@ def add_product(total, rest, a, b):
     product = product_of(a, b)
     total, lost = two_sum(total, product)
     return total, rest + (lost + fma(a, b, -product))
+
+
+@intrinsic
+def quotient(typingctx, a, b):
+    """a // b of two 32-bit integers that are not negative: Numba's own is one of 64 bits."""
+
+    def codegen(context, builder, signature, args):
+        values = [context.cast(builder, v, t, types.int32) for v, t in zip(args, signature.args, strict=True)]
+        return builder.udiv(*values)
+
+    return types.int32(a, b), codegen
+
+
+@twin_of(quotient)
+def _quotient(thread, a, b):
+    return a // b

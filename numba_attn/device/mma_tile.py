@@ -242,10 +242,10 @@ def start(q_rows: int, columns: int):
     return start
 
 
-def finish(q_rows: int, columns: int):
+def finish(q_rows: int, columns: int, vector: int = 1):
     """The verb `finish(gO, O, l, unit, row0, lane)`: gO[row0 + row, column] = unit O / l, within gO.
 
-    l is summed over the four lanes of a row first, in place.
+    l is summed over the four lanes of a row first, in place. vector: elements (2, or 1) of an access to gO.
     """
 
     @unrolled
@@ -259,19 +259,35 @@ def finish(q_rows: int, columns: int):
                 inverse = e.where(total > 0.0, e.number(1.0) / total, 0.0)
                 at = row + (M * i + 8 * h)
                 for j in range(-(-columns // N)):
-                    for r in range(2):
-                        place = at, col + (N * j + r)
-                        inside = (at < rows) & (place[1] < columns_left)
-                        quotient = O[i, j, 2 * h + r] * inverse
+                    pair = []
+                    for x in (O[i, j, 2 * h + r] for r in range(2)):
+                        quotient = x * inverse
                         # What its rounding, and that of the inverse, left over.
-                        rest = e.fma(-quotient, total, O[i, j, 2 * h + r])
-                        e.store(gO, place, [e.fma(rest, inverse, quotient) * unit], inside)
+                        rest = e.fma(-quotient, total, x)
+                        pair.append(e.fma(rest, inverse, quotient) * unit)
+                    for r in range(0, 2, vector):
+                        place = at, col + (N * j + r)
+                        e.store(gO, place, pair[r : r + vector], (at < rows) & (place[1] < columns_left))
 
     @verb
     def finish(gO, O, l, unit, row0, lane):
         store(gO, O, l, unit, row0 + (lane >> 2), 2 * (lane & 3), gO.shape[0], gO.shape[1])
 
     return finish
+
+
+def finish_wide(q_rows: int, columns: int):
+    """The verb `finish(gO, O, l, unit, row0, lane, vector)`: the same, two elements an access where `vector` allows."""
+    single, double = finish(q_rows, columns, 1), finish(q_rows, columns, 2)
+
+    @verb
+    def finish_wide(gO, O, l, unit, row0, lane, vector):
+        if vector > 1:
+            double(gO, O, l, unit, row0, lane)
+        else:
+            single(gO, O, l, unit, row0, lane)
+
+    return finish_wide
 
 
 def store_lse(q_rows: int):

@@ -33,8 +33,10 @@ a score is 2^-15, P being off by 2^-12 anyway), with rows of V down to 2^-24 of 
 from __future__ import annotations
 
 import numpy as np
+from numba import float32
 
 from numba_attn.device.math import LOG2E, fma, from_bits
+from numba_attn.device.ptx import opaque
 from numba_attn.device.softmax import ZERO, warp_max
 from numba_attn.device.tile import WARP
 from numba_attn.device.unrolled import unrolled
@@ -143,6 +145,17 @@ def is_safe(D, q_amax, q_level, k_amax, k_level, v_amax, v_min, slack):
     dense = (q_level >= Q_LEVEL * q_amax) & (k_level >= K_LEVEL * k_amax)
     scores = (highest_score <= slack * MAX_SCORE) | dense
     return finite & (D >= FEW_COLUMNS) & scores & (slack * v_min >= V_SPREAD * v_amax)
+
+
+@verb
+def verdict(Q_record, K_record, V_record, head, first, tiles, D, slack, lane):
+    """(whether halves lose nothing in so many tiles of Q, from `first` on, for all keys; largest magnitude of V)."""
+    rK, rV = K_record[head], V_record[head]
+    # The lane of unknown origin: addresses of all three are else found ahead, and kept.
+    q_amax, q_level, _ = extremes(Q_record[head], first, first + tiles, opaque(lane))
+    k_amax, k_level, _ = extremes(rK, 0, rK.shape[0], opaque(lane))
+    v_amax, _, v_min = extremes(rV, 0, rV.shape[0], opaque(lane))
+    return is_safe(float32(D), q_amax, q_level, k_amax, k_level, v_amax, v_min, slack), v_amax
 
 
 def split(e, low, high, scale, rest=None, halves: int = 2) -> tuple:

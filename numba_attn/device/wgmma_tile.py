@@ -7,19 +7,31 @@ and gives its slot back.
 
 Every product of fp32 numbers is three of halves. The tensor core truncates its sums, so each starts from zero, takes
 the small products first, ends after 64 columns (S) or one tile of keys (O) and is added up in fp32.
+
+Barriers in shared memory stand behind each other: full and read of Q, full of each slot, read of each slot.
 """
 
 from __future__ import annotations
 
-from numba_attn.device.mma_tile import left_fragment
+from numba import cuda
+
+from numba_attn.device.math import quotient
+from numba_attn.device.mma_tile import SMALL_FIRST, left_fragment
+from numba_attn.device.ptx_sm90 import (
+    fence_mbarrier_init,
+    mbarrier_arrive_expect,
+    mbarrier_init,
+    mbarrier_wait,
+    named_barrier_arrive,
+    named_barrier_sync,
+)
 from numba_attn.device.split_half import BLOCK_COLUMNS, ROW_BYTES, image_words, padded, plane_bytes
 from numba_attn.device.unrolled import unrolled
 from numba_attn.device.verb import verb
-from numba_attn.device.wgmma_fragments import STEP, Matrix
+from numba_attn.device.wgmma_fragments import GROUP_ROWS, GROUP_THREADS, STEP, Matrix
 
-SMALL_FIRST = ((1, 1), (1, 0), (0, 1), (0, 0))
-"""The four products, as which half (0: hi, 1: lo) of the left and of the right operand they take."""
 BARRIER_BYTES = 8
+_OF_Q = 2 * BARRIER_BYTES
 
 
 def copy_part(rows: int, columns: int, part: int):
@@ -55,27 +67,82 @@ def copy_tiles(n_bytes: int):
     return copy
 
 
-def _place(turn, ring, slot_bytes: int, slots: int) -> tuple:
-    """Address of the slot, its two barriers (filled, read) and the parity of its phase."""
+def start_barriers(slots: int, readers: int):
+    """The verb `start(barriers, tid)`: all barriers, for `readers` warps that read."""
+
+    @verb
+    def start(barriers, tid):
+        if tid == 0:
+            mbarrier_init(barriers, 1)
+            mbarrier_init(barriers + BARRIER_BYTES, readers)
+            for slot in range(slots):
+                mbarrier_init(barriers + _OF_Q + slot * BARRIER_BYTES, 1)
+                mbarrier_init(barriers + _OF_Q + (slots + slot) * BARRIER_BYTES, readers)
+            # The copy engine must see them too, not threads alone.
+            fence_mbarrier_init()
+        # The barriers are there for all.
+        cuda.syncthreads()
+
+    return start
+
+
+def claim(slots: int, slot_bytes: int):
+    """The verb `claim(ring, barriers, turn)`: wait until all have read a slot, and announce its bytes; by one thread.
+
+    Returns the shared addresses of the slot and of the barrier that counts the bytes.
+    """
+
+    @verb
+    def claim(ring, barriers, turn):
+        full = barriers + _OF_Q + (turn >> 1) * BARRIER_BYTES
+        # Read by all: their arrivals release what they did, and the tensor cores' reads ended before their waits did.
+        mbarrier_wait(full + slots * BARRIER_BYTES, (turn & 1) ^ 1)
+        mbarrier_arrive_expect(full, slot_bytes)
+        return ring + (turn >> 1) * slot_bytes, full
+
+    return claim
+
+
+def feed(columns: int, part: int, slots: int):
+    """The verb `feed(ring, barriers, turn, gK, gV, n_end)`: K and V of each tile up to n_end, as slots become free.
+
+    By one thread. gK, gV: images; returns the turn after the last part.
+    """
+    parts, slot_bytes = padded(columns) // part, 2 * plane_bytes(GROUP_ROWS, part)
+    following, claim_slot, copy = ring(slots), claim(slots, slot_bytes), copy_part(GROUP_ROWS, columns, part)
+
+    @verb
+    def feed(ring, barriers, turn, gK, gV, n_end):
+        for tile in range(2 * ((n_end + GROUP_ROWS - 1) // GROUP_ROWS)):
+            for p in range(parts):
+                slot, barrier = claim_slot(ring, barriers, turn)
+                copy(slot, gV if tile & 1 else gK, tile >> 1, p, barrier)
+                turn = following(turn)
+        return turn
+
+    return feed
+
+
+def _place(turn, ring, barriers, slot_bytes: int, slots: int) -> tuple:
+    """Address of the slot, its two barriers (full, read) and the parity of its phase."""
     slot = turn >> 1
-    full = ring + (slots * slot_bytes) + slot * BARRIER_BYTES
+    full = barriers + _OF_Q + slot * BARRIER_BYTES
     return ring + slot * slot_bytes, full, full + slots * BARRIER_BYTES, turn & 1
 
 
-def scores(q_image_rows: int, k_rows: int, columns: int, part: int, products: int, slots: int, at_once: int):
-    """The verb `qk(S, q, ring, turns, is_reporter)`: S = Q K^T, in units of both tiles' scales.
+def scores(columns: int, part: int, products: int, slots: int, at_once: int):
+    """The verb `qk(S, q, ring, barriers, turns, is_reporter)`: S = Q K^T, in units of both tiles' scales.
 
-    q: shared address of the warpgroup's first row of Q; turns: those of the parts of K, see `ring`; is_reporter: in one
-    lane of each warp. `at_once` sums of 64 columns are issued together.
+    q: shared address of the warpgroup's tile of Q; turns: those of the parts of K, see `ring`; is_reporter: in one lane
+    of each warp. `at_once` sums of 64 columns are issued together.
     """
-    q_block, k_block = q_image_rows * ROW_BYTES, k_rows * ROW_BYTES
-    q_plane, k_plane = plane_bytes(q_image_rows, columns), plane_bytes(k_rows, part)
+    block, q_plane, k_plane = GROUP_ROWS * ROW_BYTES, plane_bytes(GROUP_ROWS, columns), plane_bytes(GROUP_ROWS, part)
     *small, large = SMALL_FIRST[-products:]
 
-    def chain(q, slot, block: int, first: int) -> list:
-        """64 columns at most, from column `first` of Q and the part's block `block` on."""
+    def chain(q, slot, number: int, first: int) -> list:
+        """64 columns at most, from column `first` of Q and the part's block of this number on."""
         steps = range(-(-min(columns - first, BLOCK_COLUMNS) // STEP))
-        q_at, k_at = first // BLOCK_COLUMNS * q_block, block * k_block
+        q_at, k_at = first // BLOCK_COLUMNS * block, number * block
 
         def product(step: int, a: int, b: int):
             left = Matrix(q, a * q_plane + q_at + step * 2 * STEP)
@@ -86,14 +153,15 @@ def scores(q_image_rows: int, k_rows: int, columns: int, part: int, products: in
         ]
 
     @unrolled
-    def qk(e, S, q, ring, turns, is_reporter):
+    def qk(e, S, q, ring, barriers, turns, is_reporter):
         total = None
         for p, start in enumerate(range(0, columns, part)):
-            slot, full, read, parity = _place(turns[p], ring, 2 * k_plane, slots)
+            slot, full, read, parity = _place(turns[p], ring, barriers, 2 * k_plane, slots)
+            # The copy's bytes are there for whoever waited, and for the tensor cores, which read as the copy wrote.
             e.mbarrier_wait(full, parity)
             blocks = list(enumerate(range(start, min(start + part, columns), BLOCK_COLUMNS)))
             for i in range(0, len(blocks), at_once):
-                sums = e.wgmma(k_rows, [chain(q, slot, *block) for block in blocks[i : i + at_once]])
+                sums = e.wgmma(GROUP_ROWS, [chain(q, slot, *block) for block in blocks[i : i + at_once]])
                 if i + at_once >= len(blocks):
                     # The products are done: this warp has read the slot.
                     e.mbarrier_arrive(read, is_reporter)
@@ -105,30 +173,26 @@ def scores(q_image_rows: int, k_rows: int, columns: int, part: int, products: in
     return qk
 
 
-def split_left(k_rows: int):
-    """The verb `split(left, P)`: left[half, step] = four registers, P as left operands of 16 columns each."""
-
-    @unrolled
-    def split(e, left, P):
-        for step in range(k_rows // STEP):
-            for half, registers in enumerate(left_fragment(e, P, 0, step)):
-                for r, register in enumerate(registers):
-                    left[half, step, r] = register
-
-    return split
+@unrolled
+def split_left(e, left, P):
+    """left[half, step] = four registers: P as left operands of 16 columns each."""
+    for step in range(GROUP_ROWS // STEP):
+        for half, registers in enumerate(left_fragment(e, P, 0, step)):
+            for r, register in enumerate(registers):
+                left[half, step, r] = register
 
 
-def outputs(k_rows: int, columns: int, part: int, slots: int, at_once: int):
-    """The verb `pv(O, left, alpha, ring, turns, is_reporter)`: O = alpha O + P V, `at_once` columns at a time."""
-    plane, block = plane_bytes(k_rows, part), k_rows * ROW_BYTES
-    steps = range(k_rows // STEP)
+def outputs(columns: int, part: int, slots: int, at_once: int):
+    """The verb `pv(O, left, alpha, ring, barriers, turns, is_reporter)`: O = alpha O + P V, `at_once` columns a sum."""
+    plane, block = plane_bytes(GROUP_ROWS, part), GROUP_ROWS * ROW_BYTES
+    steps = range(GROUP_ROWS // STEP)
     order = [(step, *halves) for step in steps for halves in SMALL_FIRST[1:3]] + [(step, 0, 0) for step in steps]
 
     @unrolled
-    def pv(e, O, left, alpha, ring, turns, is_reporter):
+    def pv(e, O, left, alpha, ring, barriers, turns, is_reporter):
         lefts = [[[left[half, step, r] for r in range(4)] for step in steps] for half in range(2)]
         for p, start in enumerate(range(0, columns, part)):
-            slot, full, read, parity = _place(turns[p], ring, 2 * plane, slots)
+            slot, full, read, parity = _place(turns[p], ring, barriers, 2 * plane, slots)
             e.mbarrier_wait(full, parity)
             end = min(start + part, columns)
             for first in range(start, end, at_once):
@@ -156,3 +220,78 @@ def ring(slots: int):
         return turn + 2 if turn < 2 * (slots - 1) else (turn & 1) ^ 1
 
     return following
+
+
+def take(parts: int, slots: int):
+    """The verb `take(turns, turn)`: the turns of the parts of a tile; returns the one after them."""
+    following = ring(slots)
+
+    @verb
+    def take(turns, turn):
+        for part in range(parts):
+            turns[part] = turn
+            turn = following(turn)
+        return turn
+
+    return take
+
+
+def skip(columns: int, part: int, slots: int):
+    """The verb `skip(ring, barriers, turns, is_reporter)`: give back the parts of a tile that nobody needs."""
+
+    @unrolled
+    def skip(e, ring, barriers, turns, is_reporter):
+        for p in range(padded(columns) // part):
+            _, full, read, parity = _place(turns[p], ring, barriers, 2 * plane_bytes(GROUP_ROWS, part), slots)
+            # Not before it is full: an arrival ahead of the phase would count for the one before.
+            e.mbarrier_wait(full, parity)
+            e.mbarrier_arrive(read, is_reporter)
+
+    return skip
+
+
+@unrolled
+def arrive(e, barrier, condition):
+    """One arrival, by threads for which the condition holds."""
+    e.mbarrier_arrive(barrier, condition)
+
+
+def turns(groups: int):
+    """The verbs `take(group)` and `end(group)`: warpgroups take turns, the first one after an `end` of the last one."""
+
+    @verb
+    def take(group):
+        named_barrier_sync(1 + group, 2 * GROUP_THREADS)
+
+    @verb
+    def end(group):
+        named_barrier_arrive(1 + (group + 1) % groups, 2 * GROUP_THREADS)
+
+    return take, end
+
+
+L2_BYTES = 32 * 1024 * 1024
+"""Images of K and V that the blocks of one time should share in L2."""
+
+
+def place(is_causal: bool, tile_bytes: int):
+    """The verb `place(task, heads, m_blocks, k_tiles)`: head and m_block of a task.
+
+    Under causality the last rows have the most keys: they come first, those of as many heads as L2 holds together, so
+    that no long task comes last. tile_bytes: of a tile of K and one of V.
+    """
+
+    l2_tiles = L2_BYTES // tile_bytes
+
+    @verb
+    def place(task, heads, m_blocks, k_tiles):
+        if is_causal:
+            together = min(heads, max(1, quotient(l2_tiles, k_tiles)))
+            first = quotient(task, together * m_blocks) * together
+            together = min(together, heads - first)
+            rest = task - first * m_blocks
+            return first + rest - quotient(rest, together) * together, m_blocks - 1 - quotient(rest, together)
+        head = quotient(task, m_blocks)
+        return head, task - head * m_blocks
+
+    return place

@@ -1,4 +1,33 @@
-"""fp32 accuracy on tensor cores: operands split into fp16 halves, three products each, by Hopper's `wgmma`."""
+"""fp32 accuracy on tensor cores: operands split into fp16 halves, three products each, by Hopper's `wgmma`.
+
+Eleventh rung of the ladder. To the ninth, flash_split_half_sm80, it adds warpgroups that multiply straight from shared
+memory, one that does nothing but copy, and blocks that stay: while a task ends, the tiles of the next one arrive. Bound
+by tensor cores (d128), by these and the softmax between two products (d64).
+
+Algorithm. Three launches:
+
+    split    tiles of Q, K and V become images of halves, with one exponent and a record of what was lost per tile.
+    flash    per task (a block of query rows), over tiles of keys, in base 2:
+             1.  S = Q K^T              hi hi + hi lo + lo hi on the tensor cores, 64 columns at a time
+             2.  m_new = max(m, rowmax S)     alpha = 2^(m - m_new)     P = 2^(S - m_new)
+             3.  l = alpha l + rowsum P
+             4.  O = alpha O + P V      P split in the registers that S was summed in
+             and after the last tile O = O / l, lse = m + ln l.
+    rescue   tasks for which halves would lose digits (`verdict`), and rows with few keys, in plain fp32.
+
+Work split. BLOCKS blocks, each with every BLOCKS-th task (head, GROUPS 64 query rows). A warpgroup owns 64 rows; one
+warp of the last one decides which tasks are safe, and copies Q and, tile by tile, K and V into a ring of SLOTS slots.
+Q and each slot have two barriers: full (the bytes are there) and read (all warps are done with them).
+
+Memory. Images take the bytes of Q, K and V again, columns padded to 64. Shared: 256 GROUPS PADDED bytes for Q, 256 PART
+for each slot. Registers a thread: COLUMNS / 2 for O, O_COLUMNS / 2 for its sums; 32 for S, 32 S_CHAINS for its sums.
+
+Numerics. As flash_split_half_sm80; sums are truncated within 64 columns (S) or one tile of keys (O).
+
+Limits. Compute capability 9.0, head dims up to 256, images of one head within 512 MB.
+
+Source. Split and sums: Ootomo and Yokota 2022. FlashAttention-3 (Shah et al. 2024). PTX ISA: wgmma, mbarrier.
+"""
 
 from __future__ import annotations
 
@@ -9,56 +38,50 @@ from numba import cuda, float32, int32
 
 from numba_attn.device import mma_tile, wgmma_tile
 from numba_attn.device.mask import Mask
-from numba_attn.device.math import bits, cdiv
-from numba_attn.device.ptx_sm90 import (
-    fence_mbarrier_init,
-    mbarrier_arrive_expect,
-    mbarrier_init,
-    mbarrier_wait,
-    setmaxnreg,
-)
+from numba_attn.device.math import bits, cdiv, quotient
+from numba_attn.device.ptx import opaque
+from numba_attn.device.ptx_sm90 import mbarrier_arrive_expect, mbarrier_wait, setmaxnreg
 from numba_attn.device.rescue_kernel import FEW_KEYS
-from numba_attn.device.smem import shared_memory
+from numba_attn.device.smem import shared_memory, shared_tile
+from numba_attn.device.softmax import ONE
 from numba_attn.device.split_half import (
-    BLOCK_COLUMNS,
     FEW_COLUMNS,
     PEAK,
-    ROW_BYTES,
     UNSCALE,
-    extremes,
     image_bytes,
-    is_safe,
     padded,
     peak_of,
     scales,
     unit_of,
+    verdict,
 )
-from numba_attn.device.split_half import SLACK as SLACKS
+from numba_attn.device.tile import WARP
 from numba_attn.device.wgmma_fragments import GROUP_ROWS, GROUP_THREADS, STEP
+from numba_attn.device.wgmma_tile import BARRIER_BYTES
 from numba_attn.images import ImageBatches
 from numba_attn.kernel import Kernel, Launch, Workspace
 from numba_attn.problem import Device, Problem
+
+K_ROWS, WARP_ROWS, GROUP_WARPS = GROUP_ROWS, 16, 4  # tiles of Q have K_ROWS rows too: those of one warpgroup
 
 
 @dataclass(frozen=True)
 class Config:
     d_bucket: int
-    groups: int
-    """Warpgroups that multiply, of 64 rows each; one more copies."""
-    k_rows: int
-    part: int
-    """Columns of a tile of K or V in one slot."""
+    groups: int  # warpgroups that multiply; one more copies
+    part: int  # columns of a tile of K or V in one slot
     slots: int
-    s_chains: int
-    """Sums of 64 columns of S that are issued together."""
-    o_columns: int
-    """Columns of O that are."""
-    products: int = 3
+    s_chains: int  # sums of 64 columns of S that are issued together
+    o_columns: int  # columns of O that are
+    products: int = 3  # for Q K^T: the fourth, lo lo, shows beside the rounding errors of very short sums only
+    ping_pong: bool = False  # warpgroups take turns at Q K^T: one multiplies while another exponentiates
     is_causal: bool = False
 
     def __post_init__(self):
-        if self.k_rows % GROUP_ROWS or self.block_m % self.k_rows or padded(self.d_bucket) % self.part:
-            raise ValueError(f"{self.k_rows=} must be ...")
+        if self.part % GROUP_ROWS or padded(self.d_bucket) % self.part or self.part % min(self.part, self.o_columns):
+            raise ValueError(
+                f"64 must divide {self.part=}, that {self.d_bucket=} in whole 64s, and {self.o_columns=} it"
+            )
 
     @property
     def threads(self) -> int:
@@ -69,35 +92,33 @@ class Config:
         return GROUP_ROWS * self.groups
 
     @property
-    def q_bytes(self) -> int:
-        return image_bytes(self.block_m, self.d_bucket)
-
-    @property
-    def slot_bytes(self) -> int:
-        return image_bytes(self.k_rows, self.part)
+    def tiles_bytes(self) -> int:
+        """Q, and the ring of slots for K and V."""
+        return image_bytes(self.block_m, self.d_bucket) + self.slots * image_bytes(K_ROWS, self.part)
 
     @property
     def smem_bytes(self) -> int:
-        """Q, the ring of slots for K and V, and the barriers: full, read, and Q's."""
-        return self.q_bytes + self.slots * self.slot_bytes + (2 * self.slots + 1) * wgmma_tile.BARRIER_BYTES
+        """Behind the tiles the barriers of Q and of each slot, and what the next task is."""
+        return self.tiles_bytes + 2 * (self.slots + 1) * BARRIER_BYTES + TASK_BYTES
 
     @property
     def registers(self) -> tuple[int, int]:
-        """Of a thread that copies, and of one that multiplies: together those of an SM."""
-        few = 24 if self.groups < 3 else 32
-        return few, min(240, (65536 // GROUP_THREADS - few) // self.groups // 8 * 8)
+        """Of a thread that copies, and of one that multiplies: together what the block starts with, or it hangs."""
+        together = min(240, 65536 // self.threads // 8 * 8) * (self.groups + 1)
+        many = min(240 if self.d_bucket > 192 else 232, (together - 24) // self.groups // 8 * 8)
+        return together - many * self.groups, many
 
 
+TASK_BYTES = 8  # number and largest magnitude of V
 TILES = (
-    Config(32, groups=3, k_rows=64, part=64, slots=4, s_chains=1, o_columns=32, products=4),
-    Config(64, groups=3, k_rows=64, part=64, slots=8, s_chains=1, o_columns=64),
-    Config(128, groups=2, k_rows=64, part=128, slots=5, s_chains=2, o_columns=128),
-    Config(192, groups=2, k_rows=64, part=64, slots=8, s_chains=1, o_columns=64),
-    Config(256, groups=2, k_rows=64, part=128, slots=3, s_chains=1, o_columns=64),
+    Config(32, groups=3, part=64, slots=4, s_chains=1, o_columns=32, products=4),
+    Config(64, groups=3, part=64, slots=8, s_chains=1, o_columns=64),
+    Config(128, groups=2, part=128, slots=5, s_chains=2, o_columns=128),
+    Config(192, groups=2, part=64, slots=8, s_chains=1, o_columns=64),
+    Config(256, groups=2, part=128, slots=3, s_chains=1, o_columns=64),
 )
+BLOCKS = 132  # one an SM of an H200, with all its registers
 LEAST_ROWS, LEAST_FLOP = 64, 1e9  # below which other kernels are faster
-L2_BYTES = 32 * 1024 * 1024
-"""Images of K and V that the blocks of one time should share in L2."""
 
 
 def supports(problem: Problem, device: Device) -> str | None:
@@ -112,7 +133,7 @@ def suits(problem: Problem, device: Device) -> str | None:
     if problem.precision == "tf32":
         return "three products: flash_split_half_sm80 has one for precision tf32"
     if problem.D < FEW_COLUMNS:
-        return f"fewer than {FEW_COLUMNS} columns: done one key at a time in fp32, halves would lose digits"
+        return f"fewer than {FEW_COLUMNS} columns: done a few keys at a time in fp32, halves would lose digits"
     if problem.Lq < LEAST_ROWS:
         return f"fewer than {LEAST_ROWS} rows a head: most of a block would be empty"
     if problem.flop < LEAST_FLOP:
@@ -132,14 +153,13 @@ def configs():
 
 def small_config(problem: Problem) -> Config:
     d_bucket = cdiv(max(problem.D, problem.Dv), 16) * 16
-    products = 4 if d_bucket <= 32 else 3
-    tiles = Config(d_bucket, groups=1, k_rows=64, part=64, slots=3, s_chains=1, o_columns=64, products=products)
+    tiles = Config(d_bucket, groups=1, part=64, slots=3, s_chains=1, o_columns=64, products=4 if d_bucket <= 32 else 3)
     return replace(tiles, is_causal=problem.is_causal)
 
 
 def images(problem: Problem, config: Config) -> ImageBatches:
-    lost = mma_tile.lost_by_scores(min(BLOCK_COLUMNS, config.d_bucket), BLOCK_COLUMNS // STEP)
-    return ImageBatches(problem, config.k_rows, config.d_bucket, config.block_m, lost=lost)
+    lost = mma_tile.lost_by_scores(min(GROUP_ROWS, config.d_bucket), GROUP_ROWS // STEP)
+    return ImageBatches(problem, K_ROWS, config.d_bucket, config.block_m, lost=lost)
 
 
 def workspace(problem: Problem, config: Config) -> dict[str, Workspace]:
@@ -147,98 +167,69 @@ def workspace(problem: Problem, config: Config) -> dict[str, Workspace]:
 
 
 def launches(problem: Problem, config: Config) -> tuple[Launch, ...]:
-    return images(problem, config).launches_around(
-        build_flash, config, threads=config.threads, smem_bytes=config.smem_bytes
-    )
+    sizes = {"threads": config.threads, "smem_bytes": config.smem_bytes, "most_blocks": BLOCKS}
+    return images(problem, config).launches_around(build_flash, config, more=(problem.vector,), **sizes)
 
 
 def build_flash(config: Config):
-    GROUPS, K_ROWS, SLOTS, COLUMNS, PART = config.groups, config.k_rows, config.slots, config.d_bucket, config.part
-    BLOCK_M, Q_BYTES, SLOT_BYTES = config.block_m, config.q_bytes, config.slot_bytes
-    Q_TILES, Q_WORDS, PARTS = BLOCK_M // K_ROWS, config.q_bytes // 4, padded(COLUMNS) // PART
-    Q_IMAGE_BYTES, GROUP_WARPS = image_bytes(K_ROWS, COLUMNS), 4
-    CONSUMERS, READERS = GROUP_THREADS * GROUPS, GROUP_WARPS * GROUPS
-    FULL, Q_FULL = Q_BYTES + SLOTS * SLOT_BYTES, Q_BYTES + SLOTS * SLOT_BYTES + 16 * SLOTS
-    HEAD_BYTES = 2 * Q_IMAGE_BYTES  # of a tile of K and one of V
-    IS_CAUSAL, WARP_ROWS = config.is_causal, 16
+    GROUPS, BLOCK_M, COLUMNS = config.groups, config.block_m, config.d_bucket
+    SLOTS, PART, PARTS = config.slots, config.part, padded(config.d_bucket) // config.part
+    Q_BYTES, TILE_BYTES = image_bytes(BLOCK_M, COLUMNS), image_bytes(K_ROWS, COLUMNS)
+    Q_WORDS, BARRIERS, CONSUMERS = Q_BYTES // 4, config.tiles_bytes, GROUP_THREADS * GROUPS
+    PING_PONG, SKIPS = config.ping_pong, COLUMNS <= 128  # wider ones have no registers for skipping
     S_SHAPE, O_SHAPE, ROW_SHAPE = (1, K_ROWS // 8, 4), (1, COLUMNS // 8, 4), (1, 2)
-    LEFT_SHAPE = (2, K_ROWS // STEP, 4)
-    end_of_row, SLACK = Mask(config.is_causal).end, SLACKS[2]
+    LEFT_SHAPE, TASK = (2, K_ROWS // STEP, 4), shared_tile(config.smem_bytes - TASK_BYTES, (2,), dtype=int32)
+    end_of_row = Mask(config.is_causal).end
     few, many = (setmaxnreg(n, more=more) for n, more in zip(config.registers, (False, True), strict=True))
-    copy_q = wgmma_tile.copy_tiles(Q_BYTES)
-    copy = wgmma_tile.copy_part(K_ROWS, COLUMNS, PART)
-    following = wgmma_tile.ring(SLOTS)
+    start_barriers = wgmma_tile.start_barriers(SLOTS, GROUP_WARPS * GROUPS)
+    place = wgmma_tile.place(config.is_causal, 2 * TILE_BYTES)
+    copy_q, feed = wgmma_tile.copy_tiles(Q_BYTES), wgmma_tile.feed(COLUMNS, PART, SLOTS)
+    take, skip = wgmma_tile.take(PARTS, SLOTS), wgmma_tile.skip(COLUMNS, PART, SLOTS)
+    arrive, (take_turn, end_turn) = wgmma_tile.arrive, wgmma_tile.turns(GROUPS)
     start = mma_tile.start(WARP_ROWS, COLUMNS)
-    qk = wgmma_tile.scores(K_ROWS, K_ROWS, COLUMNS, PART, config.products, SLOTS, config.s_chains)
-    mask = mma_tile.masked(WARP_ROWS, K_ROWS, end_of_row)
-    softmax = mma_tile.softmax(WARP_ROWS, K_ROWS)
-    split = wgmma_tile.split_left(K_ROWS)
-    pv = wgmma_tile.outputs(K_ROWS, COLUMNS, PART, SLOTS, config.o_columns)
-    finish = mma_tile.finish(WARP_ROWS, COLUMNS)
-    store_lse = mma_tile.store_lse(WARP_ROWS)
+    qk = wgmma_tile.scores(COLUMNS, PART, config.products, SLOTS, config.s_chains)
+    mask, softmax = mma_tile.masked(WARP_ROWS, K_ROWS, end_of_row), mma_tile.softmax(WARP_ROWS, K_ROWS)
+    split, pv = wgmma_tile.split_left, wgmma_tile.outputs(COLUMNS, PART, SLOTS, config.o_columns)
+    finish, store_lse = mma_tile.finish_wide(WARP_ROWS, COLUMNS), mma_tile.store_lse(WARP_ROWS)
 
     @cuda.jit
-    def flash_split_half(Q, K, Q_image, K_image, V_image, Q_record, K_record, V_record, unsafe, O, lse, first_row):
-        # who am I: block -> batch, head, m_block; a warpgroup owns 64 query rows, the last one copies
-        H, Lq, D, Lk = Q.shape[1], Q.shape[2], Q.shape[3], K.shape[2]
-        heads, m_blocks = unsafe.shape
-        head, m_block = cuda.blockIdx.x // m_blocks, cuda.blockIdx.x % m_blocks
-        if IS_CAUSAL:
-            # The last rows have the most keys: start with those of as many heads as L2 holds, so that no long block
-            # comes last.
-            together = min(heads, max(1, L2_BYTES // (K_record.shape[1] * HEAD_BYTES)))
-            first = cuda.blockIdx.x // (together * m_blocks) * together
-            together = min(together, heads - first)
-            place = cuda.blockIdx.x - first * m_blocks
-            head, m_block = first + place % together, m_blocks - 1 - place // together
-        b, h = head // H, head % H
+    def flash_split_half(
+        Q, K, Q_image, K_image, V_image, Q_record, K_record, V_record, unsafe, O, lse, first_row, vector
+    ):
+        # who am I: a block has every gridDim-th task; a warpgroup owns 64 of its query rows, the last one copies
+        H, Lq, D, Lk, (heads, m_blocks) = Q.shape[1], Q.shape[2], Q.shape[3], K.shape[2], unsafe.shape
         tid = cuda.threadIdx.x
-        lane, group = tid & 31, tid // GROUP_THREADS
-        m0 = m_block * BLOCK_M
-        rQ, rK, rV = Q_record[head], K_record[head], V_record[head]
-
-        # halves only where they lose nothing
-        q_tile = m_block * Q_TILES
-        q_amax, q_level, _ = extremes(rQ, q_tile, q_tile + Q_TILES, lane)
-        k_amax, k_level, _ = extremes(rK, 0, rK.shape[0], lane)
-        v_amax, _, v_min = extremes(rV, 0, rV.shape[0], lane)
-        safe = is_safe(float32(D), q_amax, q_level, k_amax, k_level, v_amax, v_min, SLACK) and Lk >= FEW_KEYS
-        if tid == 0:
-            unsafe[head, m_block] = 0 if safe else 1
-        if not safe:
-            return
-
+        lane, group = tid & 31, tid >> 7
         smem = shared_memory()
-        ring, full, q_full = smem + Q_BYTES, smem + FULL, smem + Q_FULL
-        if tid == 0:
-            mbarrier_init(q_full, 1)
-            for slot in range(SLOTS):
-                mbarrier_init(full + 8 * slot, 1)
-                mbarrier_init(full + 8 * (SLOTS + slot), READERS)
-            fence_mbarrier_init()
-        # The barriers are there for all.
-        cuda.syncthreads()
-        n_end = end_of_row(first_row + min(m0 + BLOCK_M, Lq) - 1, Lk)
-        n_blocks = (n_end + K_ROWS - 1) // K_ROWS
-        turn = 0
+        task, ring, q_full, q_read = TASK(smem), smem + Q_BYTES, smem + BARRIERS, smem + BARRIERS + BARRIER_BYTES
+        start_barriers(q_full, tid)
+        turn, q_turn = 0, 0
 
         if tid >= CONSUMERS:
-            # copy Q, and K and V of each tile in turn, as slots become free
             few()
-            if tid == CONSUMERS:
-                gK, gV = K_image[head], V_image[head]
-                mbarrier_arrive_expect(q_full, Q_BYTES)
-                copy_q(smem, Q_image[head], m_block * Q_WORDS, q_full)
-                for tile in range(2 * n_blocks):
-                    for part in range(PARTS):
-                        slot, barrier = turn >> 1, full + 8 * (turn >> 1)
-                        # All warps have read what was in the slot.
-                        mbarrier_wait(barrier + 8 * SLOTS, (turn & 1) ^ 1)
-                        mbarrier_arrive_expect(barrier, SLOT_BYTES)
-                        copy(ring + slot * SLOT_BYTES, gV if tile & 1 else gK, tile >> 1, part, barrier)
-                        turn = following(turn)
+            if tid < CONSUMERS + WARP:
+                for number in range(cuda.blockIdx.x, heads * m_blocks, cuda.gridDim.x):
+                    # halves only where they lose nothing
+                    head, m_block = place(number, heads, m_blocks, K_record.shape[1])
+                    safe, v_amax = verdict(Q_record, K_record, V_record, head, m_block * GROUPS, GROUPS, D, ONE, lane)
+                    safe &= Lk >= FEW_KEYS
+                    if lane == 0:
+                        unsafe[head, m_block] = not safe
+                    if safe and lane == 0:
+                        # All warps are done with Q and the words of the task before.
+                        mbarrier_wait(q_read, (q_turn & 1) ^ 1)
+                        task[0], task[1] = number, bits(v_amax)
+                        # This arrival releases the task with the bytes.
+                        mbarrier_arrive_expect(q_full, Q_BYTES)
+                        copy_q(smem, Q_image[head], m_block * Q_WORDS, q_full)
+                        q_turn += 1
+                        n_end = end_of_row(first_row + min((m_block + 1) * BLOCK_M, Lq) - 1, Lk)
+                        turn = feed(ring, q_full, turn, K_image[head], V_image[head], n_end)
+                if lane == 0:
+                    mbarrier_wait(q_read, (q_turn & 1) ^ 1)
+                    task[0] = -1  # no more
+                    mbarrier_arrive_expect(q_full, 0)
         else:
-            # reset m, l, acc
             many()
             S = cuda.local.array(S_SHAPE, float32)  # then P
             left = cuda.local.array(LEFT_SHAPE, int32)  # P in halves
@@ -246,39 +237,66 @@ def build_flash(config: Config):
             m = cuda.local.array(ROW_SHAPE, float32)
             l = cuda.local.array(ROW_SHAPE, float32)
             alpha = cuda.local.array(ROW_SHAPE, float32)
-            turns = cuda.local.array(PARTS, int32)
-            start(acc, m, l)
-            group_row = group * GROUP_ROWS
-            row0 = m0 + (tid >> 5) * WARP_ROWS
-            q_at = smem + group_row // K_ROWS * Q_IMAGE_BYTES + group_row % K_ROWS * ROW_BYTES
-            q_unscale = rQ[q_tile + group_row // K_ROWS, UNSCALE]
-            v_scale, v_unscale = scales(bits(v_amax))
+            parts = cuda.local.array(PARTS, int32)
+            q_at = smem + group * TILE_BYTES
+            if PING_PONG and group == GROUPS - 1:
+                end_turn(group)
             mbarrier_wait(q_full, 0)
+            number = task[0]
+            while number >= 0:
+                # reset m, l, acc
+                head, m_block = place(number, heads, m_blocks, K_record.shape[1])
+                m0 = m_block * BLOCK_M
+                v_bits, q_unscale = task[1], Q_record[head, m_block * GROUPS + group, UNSCALE]
+                n_end = end_of_row(first_row + min(m0 + BLOCK_M, Lq) - 1, Lk)
+                row0, own0, own_end = first_row + m0 + (tid >> 5) * WARP_ROWS, m0 + group * GROUP_ROWS, n_end
+                if SKIPS:
+                    # Of this group's own rows: none past the last row, fewer under causality.
+                    own_end = end_of_row(first_row + min(own0 + GROUP_ROWS, Lq) - 1, Lk) if own0 < Lq else 0
+                start(acc, m, l)
+                # All lanes have read the task when one arrives at q_read: the arrival releases what the warp did.
+                cuda.syncwarp()
+                if SKIPS and own_end == 0:
+                    arrive(q_read, lane == 0)
 
-            for n_block in range(n_blocks):
-                n0 = n_block * K_ROWS
-                unit = unit_of(q_unscale, rK[n_block, UNSCALE])
-                peak = peak_of(rV[n_block, UNSCALE], v_scale)
+                for n0 in range(0, n_end, K_ROWS):
+                    turn = take(parts, turn)
+                    if PING_PONG:
+                        take_turn(group)
+                    if not SKIPS or n0 < own_end:
+                        # S = Q K^T, P = 2^(S - m)
+                        unit = unit_of(q_unscale, K_record[opaque(head), n0 // K_ROWS, UNSCALE])
+                        peak = peak_of(V_record[opaque(head), n0 // K_ROWS, UNSCALE], scales(opaque(v_bits))[0])
+                        qk(S, q_at, ring, q_full, parts, lane == 0)
+                        if PING_PONG:
+                            end_turn(group)
+                        if n0 + K_ROWS >= own_end:
+                            # Q is read: the next one may come.
+                            arrive(q_read, lane == 0)
+                        if n0 + K_ROWS > end_of_row(row0, Lk):
+                            mask(S, row0, n0, Lk, opaque(lane))
+                        softmax(S, m, l, alpha, unit, peak)
+                        split(left, S)
 
-                # S = Q K^T, P = 2^(S - m)
-                for part in range(PARTS):
-                    turns[part] = turn
-                    turn = following(turn)
-                qk(S, q_at, ring, turns, lane == 0)
-                if n0 + K_ROWS > end_of_row(first_row + row0, Lk):
-                    mask(S, first_row + row0, n0, Lk, lane)
-                softmax(S, m, l, alpha, unit, peak)
-                split(left, S)
+                        # O = alpha O + P V
+                        turn = take(parts, turn)
+                        pv(acc, left, alpha, ring, q_full, parts, lane == 0)
+                    else:
+                        if PING_PONG:
+                            end_turn(group)
+                        skip(ring, q_full, parts, lane == 0)
+                        turn = take(parts, turn)
+                        skip(ring, q_full, parts, lane == 0)
 
-                # O = alpha O + P V
-                for part in range(PARTS):
-                    turns[part] = turn
-                    turn = following(turn)
-                pv(acc, left, alpha, ring, turns, lane == 0)
-
-            # finish: O = acc / l, lse = m + ln l
-            finish(O[b, h], acc, l, v_unscale / PEAK, row0, lane)
-            store_lse(lse[b, h], m, l, row0, lane)
+                # finish: O = acc / l, lse = m + ln l; found anew, so that registers serve the tiles
+                head, m_block = place(opaque(number), heads, m_blocks, K_record.shape[1])
+                b, warp, of_lane = quotient(head, H), opaque(tid) >> 5, opaque(tid) & 31
+                h, row0, v_unscale = head - b * H, m_block * BLOCK_M + warp * WARP_ROWS, scales(opaque(v_bits))[1]
+                finish(O[b, h], acc, l, v_unscale / PEAK, row0, of_lane, vector)
+                store_lse(lse[b, h], m, l, row0, of_lane)
+                q_turn ^= 1
+                mbarrier_wait(q_full, q_turn)
+                number = task[0]
 
     return flash_split_half
 

@@ -1,0 +1,80 @@
+"""Contract under test: blocks that stay do each of their tasks, whatever shares the ring, and the same every time."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import pytest
+
+import numba_attn
+from numba_attn import sim, testing
+from numba_attn.kernels import flash_split_half_sm90
+from numba_attn.kernels.flash_split_half_sm90 import KERNEL, Config
+from numba_attn.testing import Case
+
+
+@pytest.mark.parametrize(
+    ("case", "changes"),
+    [
+        (Case(2, 2, 70, 150, 16, 16, is_causal=True), {}),
+        (Case(1, 3, 70, 150, 16, 16), {"groups": 2}),
+        (Case(1, 2, 150, 200, 16, 70, is_causal=True), {"groups": 2, "ping_pong": True}),
+        (Case(1, 3, 200, 100, 16, 16, is_causal=True), {"groups": 3, "ping_pong": True, "slots": 2}),
+        (Case(1, 2, 70, 100, 130, 16), {"part": 192, "o_columns": 192, "s_chains": 3}),
+        (Case(1, 2, 5, 70, 16, 16, poison="k_nan"), {}),
+    ],
+    ids=str,
+)
+def test_one_block_does_all_tasks(case, changes, monkeypatch):
+    """Several tasks, tiles and parts through one ring; a task that is not safe lies between others."""
+    monkeypatch.setattr(flash_split_half_sm90, "BLOCKS", 1)
+    config = dataclasses.replace(KERNEL.small_config(case.problem), **changes)
+    o, lse = sim.attention(*testing.make_inputs(case), **case.kwargs, return_lse=True, kernel=KERNEL, config=config)
+    testing.assert_accurate(o, lse, *testing.make_inputs(case), **case.kwargs)
+
+
+@pytest.mark.parametrize("changes", [{"part": 32}, {"d_bucket": 192, "part": 128}, {"o_columns": 48}])
+def test_sizes_that_do_not_divide(changes):
+    with pytest.raises(ValueError, match="64 must divide"):
+        dataclasses.replace(Config(128, groups=2, part=128, slots=4, s_chains=1, o_columns=64), **changes)
+
+
+STRESS = [
+    (2, 16, 1024, 1024, 128, False),
+    (2, 16, 1000, 777, 128, True),
+    (4, 16, 1024, 1024, 64, False),
+    (3, 7, 1000, 1000, 80, True),
+    (2, 8, 1024, 1024, 256, False),
+    (1, 9, 515, 700, 192, True),
+    (32, 32, 192, 256, 64, False),
+]
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("shape", STRESS, ids=str)
+def test_gpu_hundreds_of_launches_give_the_same_bits(shape):
+    """Also while another stream keeps tensor cores and memory busy: no result depends on who is faster."""
+    torch = pytest.importorskip("torch")
+    if torch.cuda.get_device_capability() != (9, 0):
+        pytest.skip("another GPU")
+    B, H, Lq, Lk, D, is_causal = shape
+    q, k, v = (torch.randn(B, H, L, D, device="cuda") for L in (Lq, Lk, Lk))
+
+    def call():
+        return numba_attn.attention(q, k, v, causal=is_causal, return_lse=True, kernel=KERNEL)
+
+    o, lse = call()
+    torch.cuda.synchronize()
+    assert torch.isfinite(o).all()
+    other, busy = torch.cuda.Stream(), torch.randn(2048, 2048, device="cuda")
+    wrong = torch.zeros((), dtype=torch.int64, device="cuda")
+    for round_ in range(300):
+        if round_ % 3:
+            with torch.cuda.stream(other):
+                busy = (busy @ busy).clamp(-1, 1)
+        again, lse_again = call()
+        # Heads that differ in any bit.
+        wrong += ((again != o).flatten(2).any(-1) | (lse_again != lse).any(-1)).sum()
+        if round_ % 50 == 49:
+            torch.cuda.synchronize()
+    assert wrong.item() == 0, f"{wrong.item()} heads of {300 * B * H}"
