@@ -104,7 +104,7 @@ class ImageBatches:
 
     def _rescue(self, batch: Batch) -> Launch:
         problem = self.problem
-        config = RescueConfig.of(problem.is_causal, max(problem.D, problem.Dv))
+        config = RescueConfig(problem.is_causal)
         args = (*batch.parts("Q", "K", "V", "unsafe", "O", "lse"), "scale", self.block_m, batch.first_row)
         return Launch(build_rescue, config, args, batch.heads * batch.m_blocks, config.threads)
 

@@ -2,8 +2,9 @@
 
 In a sum of few terms fp32 makes few rounding errors, fewer than halves bring along: under causality the first rows of
 each head are done again, by all blocks of the head, and all rows where there are few keys or columns. A warp takes a
-row, four keys at a time; lane t has the columns t + 32 i. Keys that do not count are never read, so a NaN or Inf stays
-where it is. Blocks with nothing to do return at once.
+row, 32 keys at a time, of which it loads four; lane t has the columns t + 32 i. Between them O is kept in place, so
+that no row is too wide. Keys that do not count are never read, so a NaN or Inf stays where it is. Blocks with nothing
+to do return at once.
 
 Scores have twice fp32's digits until their difference is taken. Beside one of 2^20 the rounding errors of fp32 are as
 large as what the exponential sees, and a row in which two such scores nearly tie decides the error of its head: as
@@ -20,14 +21,22 @@ from numba import cuda, float32
 
 from numba_attn.device.mask import Mask
 from numba_attn.device.math import add_product, fma, product_of
-from numba_attn.device.softmax import ALL_LANES, NEG_INF, ONE, ZERO, finite_max, warp_two_sum
+from numba_attn.device.softmax import (
+    ALL_LANES,
+    NEG_INF,
+    ONE,
+    ZERO,
+    finite_max,
+    of_row,
+    warp_max,
+    warp_sum,
+    warp_two_sum,
+)
 from numba_attn.device.tile import WARP
 
 FEW_KEYS = 32
-KEYS = 4
-"""At a time: as many rows of K and of V are on their way together."""
-WIDTHS = (256, 1024)
-"""Columns that a row is taken to have: what is rare needs no machine code for each width."""
+KEYS, COLUMNS = 4, 8
+"""Of K or V, and of a lane, that are on their way together."""
 SMALLER = np.float32(2.0**-32)
 """Times V a sum over all its keys stays finite."""
 INF, LARGEST = np.float32(np.inf), np.finfo(np.float32).max
@@ -36,13 +45,7 @@ INF, LARGEST = np.float32(np.inf), np.finfo(np.float32).max
 @dataclass(frozen=True)
 class RescueConfig:
     is_causal: bool
-    columns: int = WIDTHS[0]
     threads: int = 512
-
-    @classmethod
-    def of(cls, is_causal: bool, widest: int) -> RescueConfig:
-        columns = next((columns for columns in WIDTHS if columns >= widest), widest)
-        return cls(is_causal, columns, 512 if columns == WIDTHS[0] else 256)
 
 
 def build_rescue(config: RescueConfig):
@@ -50,12 +53,13 @@ def build_rescue(config: RescueConfig):
 
     Row 0 of Q is row `first_row` of the problem.
     """
-    REGISTERS, WARPS = config.columns // WARP, config.threads // WARP
+    WARPS, STEP = config.threads // WARP, WARP * COLUMNS
     IS_CAUSAL, end_of_row = config.is_causal, Mask(config.is_causal).end
+    PATCH_SHAPE = (KEYS, COLUMNS)
 
     @cuda.jit
     def rescue(Q, K, V, unsafe, O, lse, scale, block_m, first_row):
-        # who am I: block -> batch, head, m_block; a warp takes every WARPS-th row of it
+        # who am I: block -> batch, head, m_block; a warp takes every WARPS-th of its rows
         H, Lq, D, Lk, Dv = Q.shape[1], Q.shape[2], Q.shape[3], K.shape[2], O.shape[3]
         m_blocks = unsafe.shape[1]
         head, m_block = cuda.blockIdx.x // m_blocks, cuda.blockIdx.x % m_blocks
@@ -68,68 +72,83 @@ def build_rescue(config: RescueConfig):
         b, h = head // H, head % H
         tid = cuda.threadIdx.x
         warp, lane = tid >> 5, tid & 31
-        gQ, gK, gV = Q[b, h], K[b, h], V[b, h]
-        q = cuda.local.array(REGISTERS, float32)
-        acc = cuda.local.array(REGISTERS, float32)
+        gQ, gK, gV, gO = Q[b, h], K[b, h], V[b, h], O[b, h]
+        q = cuda.local.array(COLUMNS, float32)
+        x = cuda.local.array(PATCH_SHAPE, float32)  # of K or V
         s = cuda.local.array(KEYS, float32)
         rest = cuda.local.array(KEYS, float32)
-        p = cuda.local.array(KEYS, float32)
 
         for i_row in range(warp, rows, WARPS):
             row = m_block * block_m + i_row if i_row < n_own else m_block + (i_row - n_own) * m_blocks
-            for i in range(REGISTERS):
-                d = lane + WARP * i
-                q[i] = gQ[row, d] if d < D else ZERO
             n_end = end_of_row(first_row + row, Lk)
 
             # O, unnormalised, overflows where V is near the largest number: then once more, of smaller values
             for down in (ONE, SMALLER):
                 m, m_rest, l, overflows = NEG_INF, ZERO, ZERO, False
-                for i in range(REGISTERS):
-                    acc[i] = ZERO
-
-                for col in range(0, n_end, KEYS):
-                    for k in range(KEYS):
-                        s[k], rest[k] = ZERO, ZERO
-                    for i in range(REGISTERS):
-                        d = lane + WARP * i
+                for col0 in range(0, n_end, WARP):
+                    n = min(WARP, n_end - col0)
+                    # lane j: score of key col0 + j
+                    own, own_rest = NEG_INF, ZERO
+                    for j in range(0, n, KEYS):
                         for k in range(KEYS):
-                            if d < D:
-                                s[k], rest[k] = add_product(s[k], rest[k], q[i], gK[min(col + k, n_end - 1), d])
-                    m_old, m_rest_old = m, m_rest
-                    for k in range(KEYS):
-                        sum_of_k, rest_of_k = warp_two_sum(s[k], rest[k])
-                        score = product_of(sum_of_k, scale)
-                        rest_of_k = fma(sum_of_k, scale, -score) + rest_of_k * scale
-                        s[k], rest[k] = score, rest_of_k if abs(rest_of_k) < INF else ZERO
-                        # Keys behind the last one stand for it: they change no maximum.
-                        m, m_rest = max(m, score), rest[k] if score > m else m_rest
-                    base = finite_max(m)
-                    alpha = float32(math.exp((m_old - base) + (m_rest_old - m_rest)))
-                    l *= alpha
-                    for k in range(KEYS):
-                        p[k] = float32(math.exp((s[k] - base) + (rest[k] - m_rest))) if col + k < n_end else ZERO
-                        l += p[k]
-                    for i in range(REGISTERS):
-                        d = lane + WARP * i
-                        acc[i] *= alpha
+                            s[k], rest[k] = ZERO, ZERO
+                        for d0 in range(lane, D + lane, STEP):
+                            # Read from a place inside, and all before any is used.
+                            for i in range(COLUMNS):
+                                d = d0 + WARP * i
+                                q[i] = gQ[row, min(d, D - 1)]
+                                for k in range(KEYS):
+                                    x[k, i] = gK[col0 + min(j + k, n - 1), min(d, D - 1)]
+                            for i in range(COLUMNS):
+                                is_there = d0 + WARP * i < D
+                                for k in range(KEYS):
+                                    a, b_k = q[i] if is_there else ZERO, x[k, i] if is_there else ZERO
+                                    s[k], rest[k] = add_product(s[k], rest[k], a, b_k)
                         for k in range(KEYS):
-                            # Of a key that is not there nothing, not 0 times Inf.
-                            if (d < Dv) & (col + k < n_end):
-                                acc[i] += p[k] * (gV[col + k, d] * down)
+                            total, rest_of_total = warp_two_sum(s[k], rest[k])
+                            score = product_of(total, scale)
+                            rest_of_score = fma(total, scale, -score) + rest_of_total * scale
+                            if lane == j + k and lane < n:
+                                own, own_rest = score, rest_of_score if abs(rest_of_score) < INF else ZERO
 
-                for i in range(REGISTERS):
-                    overflows |= not abs(acc[i]) < INF
+                    # m, l, P: of scores that tie in their first digits the rest decides, one of them will do for m
+                    m_new = max(m, warp_max(own))
+                    m_rest_new = m_rest
+                    if m_new > m:
+                        m_rest_new = warp_max(own_rest if own == m_new else NEG_INF)
+                    base = finite_max(m_new)
+                    alpha = float32(math.exp((m - base) + (m_rest - m_rest_new)))
+                    p = float32(math.exp((own - base) + (own_rest - m_rest_new))) if lane < n else ZERO
+                    m, m_rest, l = m_new, m_rest_new, l * alpha + warp_sum(p)
+
+                    # O = alpha O + P V, kept in place
+                    for d0 in range(lane, Dv + lane, STEP):
+                        for i in range(COLUMNS):
+                            d = d0 + WARP * i
+                            q[i] = gO[row, d] * alpha if d < Dv and col0 > 0 else ZERO
+                        for j in range(0, n, KEYS):
+                            for k in range(KEYS):
+                                s[k] = of_row(p, min(j + k, n - 1))
+                                for i in range(COLUMNS):
+                                    x[k, i] = gV[col0 + min(j + k, n - 1), min(d0 + WARP * i, Dv - 1)]
+                            for k in range(KEYS):
+                                for i in range(COLUMNS):
+                                    # Of a key that is not there nothing, not 0 times Inf.
+                                    q[i] += s[k] * (x[k, i] * down) if j + k < n else ZERO
+                        for i in range(COLUMNS):
+                            d = d0 + WARP * i
+                            if d < Dv:
+                                gO[row, d] = q[i]
+                                overflows |= not abs(q[i]) < INF
                 if not cuda.any_sync(ALL_LANES, overflows):
                     break
 
-            # finish: O = acc / l, lse = m + ln l
-            for i in range(REGISTERS):
-                d = lane + WARP * i
-                if d < Dv:
-                    mean = acc[i] / l / down if n_end > 0 else ZERO
-                    # No mean of finite values is infinite.
-                    O[b, h, row, d] = max(-LARGEST, min(mean, LARGEST)) if abs(acc[i]) < INF else mean
+            # finish: O = O / l, lse = m + ln l
+            for d in range(lane, Dv, WARP):
+                total = gO[row, d] if n_end > 0 else ZERO
+                mean = total / l / down if n_end > 0 else ZERO
+                # No mean of finite values is infinite.
+                gO[row, d] = max(-LARGEST, min(mean, LARGEST)) if abs(total) < INF else mean
             if lane == 0 and row < lse.shape[2]:
                 lse[b, h, row] = m + (m_rest + math.log(l))
 

@@ -52,6 +52,42 @@ def place(heaviest_first: bool):
     return place
 
 
+def blocks_of_scores(is_full: bool, block_m: int, block_n: int, end_of_row):
+    """The verbs `count(m_blocks, Lq, Lk, first_row)` and `find(block, m_blocks, Lq, Lk, first_row)`.
+
+    count: blocks of S of one head that count; find: (m_block, first key, end of the keys) of one of them. `is_full`:
+    rows have the same keys, so that nothing is to be searched for.
+    """
+
+    @verb
+    def end_of(m_block, Lq, Lk, first_row):
+        return end_of_row(first_row + min((m_block + 1) * block_m, Lq) - 1, Lk)
+
+    @verb
+    def count(m_blocks, Lq, Lk, first_row):
+        if is_full:
+            return m_blocks * ((Lk + block_n - 1) // block_n)
+        total = 0
+        for m_block in range(m_blocks):
+            total += (end_of(m_block, Lq, Lk, first_row) + block_n - 1) // block_n
+        return total
+
+    @verb
+    def find(block, m_blocks, Lq, Lk, first_row):
+        if is_full:
+            n_blocks = (Lk + block_n - 1) // block_n
+            return block // n_blocks, block % n_blocks * block_n, Lk
+        m_block = 0
+        end = end_of(0, Lq, Lk, first_row)
+        while block >= (end + block_n - 1) // block_n:
+            block -= (end + block_n - 1) // block_n
+            m_block += 1
+            end = end_of(m_block, Lq, Lk, first_row)
+        return m_block, block * block_n, end
+
+    return count, find
+
+
 def ring(slots: int, readers: int, halves: int) -> tuple:
     """The verbs of a ring of slots and, behind them, two barriers of each: full, one arrival; read, `readers`.
 

@@ -124,6 +124,7 @@ def build_scores(config: Config):
     copy_left, copy_right = wgmma_product.copy_left(HALVES), wgmma_product.copy_right(HALVES)
     start = wgmma_product.start(PANELS)
     multiply, multiply_more = (wgmma_product.multiply(half, SLOTS, False, HALVES) for half in range(2))
+    count, find = wgmma_product.blocks_of_scores(not config.is_causal, BLOCK_M, BLOCK_N, end_of_row)
     load_units = wgmma_product.load_units(PANELS)
     mask = wgmma_panels.masked(PANELS, end_of_row)
     softmax = mma_tile.softmax(16 * PANELS, TILE)  # statistics of each panel, not of all
@@ -139,30 +140,25 @@ def build_scores(config: Config):
         slabs, groups = (D + TILE - 1) // TILE, M.shape[1]
         ring = shared_memory()
         start_ring(ring, tid)
-        # Blocks that count are dealt out in turns: this one's next starts n0 columns behind the first of the row.
-        turn, n0, stride = 0, cuda.blockIdx.x * BLOCK_N, cuda.gridDim.x * BLOCK_N
+        turn, of_head = 0, count(m_blocks, Lq, Lk, first_row)
 
         if tid >= CONSUMERS:
             # copy tiles of Q and K as slots become free
             few()
             if tid == CONSUMERS:
                 step = slabs * TILE_WORDS
-                for block in range(heads * m_blocks):
-                    head, m_block = block // m_blocks, block % m_blocks
-                    end = end_of_row(first_row + min((m_block + 1) * BLOCK_M, Lq) - 1, Lk)
-                    gQ, gK, q_tile = Q_image[head], K_image[head], m_block * GROUPS * slabs
-                    while n0 < end:
-                        for slab in range(slabs):
+                for block in range(cuda.blockIdx.x, heads * of_head, cuda.gridDim.x):
+                    m_block, n0, end = find(block % of_head, m_blocks, Lq, Lk, first_row)
+                    gQ, gK = Q_image[block // of_head], K_image[block // of_head]
+                    q_tile, k_tile = m_block * GROUPS * slabs, n0 // TILE * slabs
+                    for slab in range(slabs):
+                        slot, barrier = claim(ring, turn)
+                        copy_left(slot, gQ, (q_tile + slab) * TILE_WORDS, step, barrier)
+                        turn = following(turn)
+                        for half in range(2 if n0 + AT_ONCE < end else 1):
                             slot, barrier = claim(ring, turn)
-                            copy_left(slot, gQ, (q_tile + slab) * TILE_WORDS, step, barrier)
+                            copy_right(slot, gK, (k_tile + 2 * half * slabs + slab) * TILE_WORDS, step, barrier)
                             turn = following(turn)
-                            for half in range(2 if n0 + AT_ONCE < end else 1):
-                                k_tile = (n0 // TILE + 2 * half) * slabs
-                                slot, barrier = claim(ring, turn)
-                                copy_right(slot, gK, (k_tile + slab) * TILE_WORDS, step, barrier)
-                                turn = following(turn)
-                        n0 += stride
-                    n0 -= (end + BLOCK_N - 1) // BLOCK_N * BLOCK_N
         else:
             many()
             lane, warp_row = tid & 31, tid // 32 * 16
@@ -171,36 +167,33 @@ def build_scores(config: Config):
             m = cuda.local.array(ROW_SHAPE, float32)
             l = cuda.local.array(ROW_SHAPE, float32)
             alpha = cuda.local.array(ROW_SHAPE, float32)
-            for block in range(heads * m_blocks):
-                head, m_block = block // m_blocks, block % m_blocks
-                end = end_of_row(first_row + min((m_block + 1) * BLOCK_M, Lq) - 1, Lk)
-                rQ, rK = Q_record[head], K_record[head]
-                q_tile, row0 = (m_block * GROUPS + group) * slabs, m_block * BLOCK_M + warp_row
-                while n0 < end:
-                    # S = Q K^T
-                    k_tile, is_wide = n0 // TILE * slabs, n0 + AT_ONCE < end
-                    start(S, m, l)
-                    for slab in range(slabs):
-                        load_units(unit, rK, k_tile + slab, slabs, rQ[q_tile + slab, UNSCALE])
-                        a_turn, turn = turn, following(turn)
-                        multiply(S, group * TILE_BYTES, ring, a_turn, turn, unit, lane == 0)
+            for block in range(cuda.blockIdx.x, heads * of_head, cuda.gridDim.x):
+                # S = Q K^T
+                head = block // of_head
+                m_block, n0, end = find(block % of_head, m_blocks, Lq, Lk, first_row)
+                rQ, rK, is_wide = Q_record[head], K_record[head], n0 + AT_ONCE < end
+                q_tile, k_tile = (m_block * GROUPS + group) * slabs, n0 // TILE * slabs
+                start(S, m, l)
+                for slab in range(slabs):
+                    load_units(unit, rK, k_tile + slab, slabs, rQ[q_tile + slab, UNSCALE])
+                    a_turn, turn = turn, following(turn)
+                    multiply(S, group * TILE_BYTES, ring, a_turn, turn, unit, lane == 0)
+                    turn = following(turn)
+                    if is_wide:
+                        multiply_more(S, group * TILE_BYTES, ring, a_turn, turn, unit, lane == 0)
                         turn = following(turn)
-                        if is_wide:
-                            multiply_more(S, group * TILE_BYTES, ring, a_turn, turn, unit, lane == 0)
-                            turn = following(turn)
-                        give_back(ring, a_turn, lane == 0)
+                    give_back(ring, a_turn, lane == 0)
 
-                    # P = 2^(S - m)
-                    if n0 + BLOCK_N > end_of_row(first_row + row0, Lk):
-                        mask(S, first_row + row0, n0, Lk, lane)
-                    softmax(S, m, l, alpha, ONE, PEAK)
-                    n = PANELS if is_wide else 2
-                    word = ((m_block * GROUPS + group) * groups + n0 // TILE) * TILE_WORDS
-                    word += warp_row % TILE * (ROW_BYTES // WORD_BYTES)
-                    store_image(P_image[head], word, S, n, lane)
-                    store_statistics(M[head], L[head], m, l, n0 // TILE, n, row0, lane)
-                    n0 += stride
-                n0 -= (end + BLOCK_N - 1) // BLOCK_N * BLOCK_N
+                # P = 2^(S - m)
+                row0 = m_block * BLOCK_M + warp_row
+                if n0 + BLOCK_N > end_of_row(first_row + row0, Lk):
+                    mask(S, first_row + row0, n0, Lk, lane)
+                softmax(S, m, l, alpha, ONE, PEAK)
+                n = PANELS if is_wide else 2
+                word = ((m_block * GROUPS + group) * groups + n0 // TILE) * TILE_WORDS
+                word += warp_row % TILE * (ROW_BYTES // WORD_BYTES)
+                store_image(P_image[head], word, S, n, lane)
+                store_statistics(M[head], L[head], m, l, n0 // TILE, n, row0, lane)
 
     return scores
 
