@@ -333,7 +333,7 @@ def products_of(module, config) -> list[int]:
     return [len(re.findall(r"\b(?:wg)?mma\.(?:mma_a)?sync", text)) for text in texts]
 
 
-@pytest.mark.parametrize("config", flash_split_half_sm80.configs(), ids=str)
+@pytest.mark.parametrize("config", list(flash_split_half_sm80.configs()), ids=str)
 def test_products_of_halves(config):
     rows, steps = config.q_rows // 16, -(-config.d_bucket // 16)
     of_s = config.products * steps * rows * (config.k_rows // 8)
@@ -341,13 +341,13 @@ def test_products_of_halves(config):
     assert products_of(flash_split_half_sm80, config) == [of_s + of_o]
 
 
-@pytest.mark.parametrize("config", unfused_split_half_sm80.configs(), ids=str)
+@pytest.mark.parametrize("config", list(unfused_split_half_sm80.configs()), ids=str)
 def test_products_of_halves_unfused(config):
     per_tile = 3 * (64 // 16) * (config.m_rows // 16) * (64 // 8)
     assert products_of(unfused_split_half_sm80, config) == [per_tile, 0, per_tile]
 
 
-@pytest.mark.parametrize("config", flash_split_half_sm90.configs(), ids=str)
+@pytest.mark.parametrize("config", list(flash_split_half_sm90.configs()), ids=str)
 def test_products_of_warpgroups(config):
     of_s = config.products * -(-config.d_bucket // 16)
     of_o = 3 * (flash_split_half_sm90.K_ROWS // 16) * -(-config.d_bucket // config.o_columns)
@@ -355,7 +355,7 @@ def test_products_of_warpgroups(config):
 
 
 @needs_nvdisasm
-@pytest.mark.parametrize("config", flash_split_half_sm90.configs(), ids=str)
+@pytest.mark.parametrize("config", list(flash_split_half_sm90.configs()), ids=str)
 def test_machine_code_of_warpgroups(config, tmp_path):
     """Registers change hands, and products are in flight together: the compiler waits once a statement, not more."""
     _, (launch, binary), _ = machine_code(flash_split_half_sm90.KERNEL, config, H200.arch)
