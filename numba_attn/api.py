@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from numba_attn import choice
-from numba_attn.call import attend, device_of, flags, geometry_of
+from numba_attn.call import attend, device_of, facts_of, flags
 from numba_attn.kernels import KERNELS
 
 
@@ -61,6 +61,7 @@ def attention(
     kernel=None,
     out=None,
     stream=None,
+    precision="fp32",
 ):
     """Attention with a choice of kernel, output array and stream.
 
@@ -78,6 +79,8 @@ def attention(
             with the inputs.
         stream: where to queue the work: a stream of the arrays' library, or a driver handle; None: its current one.
             With a stream, the caller keeps the arrays alive until the work is done.
+        precision: "fp32", or "tf32" for a kernel that multiplies operands of 11 significant bits where there is one
+            for the call: class `tf32` of `numba_attn.testing`. Nothing else, no flag of torch either, turns it on.
 
     Returns:
         O: [..., H, Lq, Dv] float32: `out`, or a new contiguous array of the caller's library and device, ordered on
@@ -86,13 +89,16 @@ def attention(
 
     Raises:
         ValueError: the kernel asked for cannot serve (the message has its reason: there is no fallback), or `out`
-            does not fit or overlaps an input. Otherwise as `scaled_dot_product_attention`.
+            does not fit or overlaps an input, or `precision` is neither of the two. Otherwise as
+            `scaled_dot_product_attention`.
 
-    Numerics: as `scaled_dot_product_attention`. A row without keys has lse = -inf.
+    Numerics: as `scaled_dot_product_attention`. At precision "tf32" a product is `fl11(a) fl11(b)`, where fl11 rounds
+        to 11 significant bits and a, b are Q and K, or P and V; sums and softmax stay in fp32, as does a kernel that
+        has no such mode. A row without keys has lse = -inf.
     """
     if mask is not None:
         raise NotImplementedError("mask is not there yet: only causal removes keys")
-    o, lse = attend(("q", "k", "v"), q, k, v, causal, scale, enable_gqa, return_lse, kernel, out, stream)
+    o, lse = attend(("q", "k", "v"), q, k, v, causal, scale, enable_gqa, return_lse, kernel, out, stream, precision)
     return (o, lse) if return_lse else o
 
 
@@ -109,6 +115,7 @@ def explain(
     kernel=None,
     out=None,
     stream=None,
+    precision="fp32",
 ) -> choice.Explanation:
     """Which kernel serves `attention` with these arguments, and for each of the others why not.
 
@@ -116,7 +123,8 @@ def explain(
         As in `attention`. Nothing is launched; `scale`, `return_lse`, `out` and `stream` change no choice.
 
     Returns:
-        Its repr has a line for each kernel. Without a GPU, numpy arrays are judged by the facts of an H200.
+        Its repr has a line for each kernel, and for precision "tf32" the class of what the chosen one gives. Without a
+        GPU, numpy arrays are judged by the facts of an H200.
 
     Raises:
         As `attention`, but a problem that no kernel serves is an answer, not an error.
@@ -125,6 +133,6 @@ def explain(
         raise NotImplementedError("mask is not there yet: only causal removes keys")
     names = ("q", "k", "v")
     causal, enable_gqa, _ = flags(names, causal, enable_gqa, return_lse)
-    geometry = geometry_of(names, q, k, v, causal, enable_gqa, stream)
+    geometry, has_matmul = facts_of(names, q, k, v, causal, enable_gqa, stream, precision)
     device, has_gpu = device_of(geometry)
-    return choice.explain(kernel, KERNELS, geometry.problem, device, has_gpu)
+    return choice.explain(kernel, KERNELS, geometry.problem, device, has_gpu, has_matmul)

@@ -19,19 +19,23 @@ from numba_attn.problem import (
     Device,
     Geometry,
     View,
+    check_precision,
     describe,
 )
 
 
-def attend(names, q, k, v, causal, scale, enable_gqa, return_lse=False, kernel=None, out=None, stream=None):
+def attend(
+    names, q, k, v, causal, scale, enable_gqa, return_lse=False, kernel=None, out=None, stream=None, precision="fp32"
+):
     """O, and lse or None: `attention` with the caller's names of its operands."""
+    check_precision(precision)
     if not (type(causal) is type(enable_gqa) is type(return_lse) is bool):
         causal, enable_gqa, return_lse = flags(names, causal, enable_gqa, return_lse)
     library = interop.library_of_type(type(q)) if out is None and type(q) is type(k) is type(v) else None
     if library is None:
         library = interop.library_of((*names, "out"), (q, k, v) if out is None else (q, k, v, out))
     if library is numpy_arrays:
-        return _attend_on_host(names, q, k, v, causal, scale, enable_gqa, return_lse, kernel, out, stream)
+        return _attend_on_host(names, q, k, v, causal, scale, enable_gqa, return_lse, kernel, out, stream, precision)
     if library is device_arrays:
         q, k, v = adopted = _adopt(library, names, (q, k, v), stream)
 
@@ -41,7 +45,7 @@ def attend(names, q, k, v, causal, scale, enable_gqa, return_lse=False, kernel=N
         target = library.adopt(out, "out", stream)
         (o_pointer, _, _), out_layout = library.read(target, target, target, ("out",) * 3)
         alignment |= o_pointer
-    key = (layout, out_layout, alignment & 15, causal, enable_gqa, return_lse, kernel)
+    key = (layout, out_layout, alignment & 15, causal, enable_gqa, return_lse, kernel, precision)
     try:
         call = calls.get(key)
     except TypeError:
@@ -49,7 +53,7 @@ def attend(names, q, k, v, causal, scale, enable_gqa, return_lse=False, kernel=N
         raise
     if call is None:
         arrays = (q, k, v) if out is None else (q, k, v, target)
-        call = calls.make(key, library, names, arrays, causal, enable_gqa, return_lse, kernel)
+        call = calls.make(key, library, names, arrays, causal, enable_gqa, return_lse, kernel, precision)
     elif not call.is_plain:
         for array, name in zip((q, k, v), names, strict=True):
             library.operand(array, name)
@@ -101,12 +105,13 @@ def flags(names, causal, enable_gqa, return_lse=False) -> tuple[bool, bool, bool
     return bool(causal), bool(enable_gqa), bool(return_lse)
 
 
-def geometry_of(names, q, k, v, causal, enable_gqa, stream=None) -> Geometry:
-    """The checked facts of a call that is not made."""
+def facts_of(names, q, k, v, causal, enable_gqa, stream=None, precision="fp32") -> tuple[Geometry, bool]:
+    """The checked facts of a call that is not made, and whether the arrays' library multiplies."""
     library = interop.library_of(names, (q, k, v))
     arrays = _adopt(library, names, (q, k, v), stream) if library is device_arrays else (q, k, v)
     operands = (library.operand(array, name) for array, name in zip(arrays, names, strict=True))
-    return describe(*operands, is_causal=causal, enable_gqa=enable_gqa)
+    geometry = describe(*operands, is_causal=causal, enable_gqa=enable_gqa, precision=precision)
+    return geometry, hasattr(library, "matmul")
 
 
 def device_of(geometry: Geometry) -> tuple[Device, bool]:
@@ -175,15 +180,15 @@ def _stand_in(library, arrays, pointers, geometry, stream) -> None:
         arrays[place], pointers[place] = array, library.pointer(array)
 
 
-def _attend_on_host(names, q, k, v, causal, scale, enable_gqa, return_lse, kernel, out, stream):
+def _attend_on_host(names, q, k, v, causal, scale, enable_gqa, return_lse, kernel, out, stream, precision):
     """numpy arrays through the current device of Numba."""
-    geometry = geometry_of(names, q, k, v, causal, enable_gqa)
+    geometry, _ = facts_of(names, q, k, v, causal, enable_gqa, precision=precision)
     if out is not None:
         numpy_arrays.check_out(out, geometry, dict(zip(names, (q, k, v), strict=True)))
     if launch.device_count() == 0:
         raise RuntimeError(NO_GPU)
     stream = device_arrays.as_numba_stream(stream) or None
     arrays = [numpy_arrays.to_device(array, stream) for array in (q, k, v)]
-    o, lse = attend(names, *arrays, causal, scale, enable_gqa, return_lse, kernel, None, stream)
+    o, lse = attend(names, *arrays, causal, scale, enable_gqa, return_lse, kernel, None, stream, precision)
     host_lse = None if lse is None else numpy_arrays.to_host(lse, None, stream)
     return numpy_arrays.to_host(o, out, stream), host_lse

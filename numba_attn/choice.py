@@ -22,34 +22,52 @@ class Explanation:
     reasons: dict[str, str]
     """For every kernel, in order: 'chosen', or why it is not. An unregistered kernel that has a registered one's name
     is called '<name> (given)'."""
+    accuracy: str | None = None
+    """Class of the chosen kernel's results: that of `problem.precision`, or a better one."""
 
     def __repr__(self) -> str:
         facts = self.problem
         shape = f"B={facts.B} H={facts.H} Lq={facts.Lq} Lk={facts.Lk} D={facts.D} Dv={facts.Dv}"
         options = f"{facts.dtype}{' causal' if facts.is_causal else ''}, loads of {facts.vector}"
+        if facts.precision != "fp32":
+            options += f", precision {facts.precision}" + (f" gives {self.accuracy}" if self.accuracy else "")
         device = self.device.name if self.has_gpu else f"no GPU here; as on an {self.device.name}"
         width = max(map(len, self.reasons), default=0)
         lines = [f"{name:<{width}}  {reason}" for name, reason in self.reasons.items()]
         return "\n".join([f"{shape} {options} ({device})", *lines])
 
 
-def choose(kernel: str | Kernel | None, kernels: Sequence[Kernel], problem: Problem, device: Device) -> Kernel:
+NO_PRODUCTS = "multiplies with the arrays' library: torch or CuPy arrays are needed"
+
+
+def choose(
+    kernel: str | Kernel | None, kernels: Sequence[Kernel], problem: Problem, device: Device, has_matmul: bool = True
+) -> Kernel:
     """The kernel that the caller asked for; without one, the first that suits, or else the first that can serve.
+
+    Precision is a fact like others. Kernels with a faster mode for it stand before those that they are faster than.
+    has_matmul: the library of the caller's arrays multiplies.
 
     Raises:
         ValueError: the kernel asked for, or every registered one, cannot serve the problem; or its name is unknown.
         TypeError: `kernel` is neither a name nor a Kernel.
     """
     if kernel is None:
-        able = [candidate for candidate in kernels if candidate.supports(problem, device) is None]
+        refusals = {candidate.name: _refusal(candidate, problem, device, has_matmul) for candidate in kernels}
+        able = [candidate for candidate in kernels if refusals[candidate.name] is None]
         if not able:
-            refusals = "; ".join(f"{candidate.name}: {candidate.supports(problem, device)}" for candidate in kernels)
-            raise ValueError(f"no kernel can serve this call: {refusals}")
+            said = "; ".join(f"{name}: {reason}" for name, reason in refusals.items())
+            raise ValueError(f"no kernel can serve this call: {said}")
         return next((candidate for candidate in able if candidate.suits(problem, device) is None), able[0])
     kernel = find(kernel, kernels)
-    if reason := kernel.supports(problem, device):
+    if reason := _refusal(kernel, problem, device, has_matmul):
         raise ValueError(f"kernel {kernel.name} cannot serve this call: {reason}")
     return kernel
+
+
+def _refusal(kernel: Kernel, problem: Problem, device: Device, has_matmul: bool) -> str | None:
+    """Why the kernel cannot serve the call, or None."""
+    return NO_PRODUCTS if kernel.uses_matmul and not has_matmul else kernel.supports(problem, device)
 
 
 def find(kernel: str | Kernel, kernels: Sequence[Kernel]) -> Kernel:
@@ -65,7 +83,12 @@ def find(kernel: str | Kernel, kernels: Sequence[Kernel]) -> Kernel:
 
 
 def explain(
-    kernel: str | Kernel | None, kernels: Sequence[Kernel], problem: Problem, device: Device, has_gpu: bool
+    kernel: str | Kernel | None,
+    kernels: Sequence[Kernel],
+    problem: Problem,
+    device: Device,
+    has_gpu: bool,
+    has_matmul: bool = True,
 ) -> Explanation:
     """The choice that `choose` makes, with the reasons; where it would raise, no kernel is chosen."""
     asked = None if kernel is None else find(kernel, kernels)
@@ -75,7 +98,7 @@ def explain(
         label = f"{label} (given)" if label in candidates else label
         candidates = {label: asked, **candidates}
     try:
-        chosen = choose(asked, kernels, problem, device)
+        chosen = choose(asked, kernels, problem, device, has_matmul)
     except ValueError:
         chosen = None
     reasons = {}
@@ -83,7 +106,9 @@ def explain(
         if candidate is chosen:
             reasons[name] = "chosen"
         else:
-            reason = candidate.supports(problem, device)
+            reason = _refusal(candidate, problem, device, has_matmul)
             rather = f"{label} was asked for" if asked else candidate.suits(problem, device)
             reasons[name] = f"cannot: {reason}" if reason else f"can, but {rather or 'comes later in the list'}"
-    return Explanation(problem, device, has_gpu, chosen and chosen.name, reasons)
+    return Explanation(
+        problem, device, has_gpu, chosen and chosen.name, reasons, chosen and chosen.accuracy_at(problem)
+    )

@@ -10,7 +10,6 @@ from __future__ import annotations
 from collections.abc import Callable, Hashable, Iterator
 from dataclasses import dataclass
 from math import prod
-from typing import NamedTuple
 
 from numba_attn.device.math import cdiv
 from numba_attn.device.rescue_kernel import RescueConfig, build_rescue
@@ -38,14 +37,6 @@ class Batch:
         return tuple(map(self.part, names))
 
 
-class Split(NamedTuple):
-    """Tiles first .. last - 1, of those of Q, K and V in this order, for `split_kernel`."""
-
-    args: tuple[str | Part, ...]
-    first: int
-    last: int
-
-
 def no_more(heads: int, m_blocks: int) -> dict[str, Workspace]:
     """Images, records and flags are all that is needed."""
     return {}
@@ -65,6 +56,10 @@ class ImageBatches:
     block_n: int = 1
     """Keys of a block: K and V have tiles for whole blocks."""
     more: Callable[[int, int], dict[str, Workspace]] = no_more
+    lost: float = 0.0
+    """Of a sum of Q K^T in the tensor cores, see `device.mma_tile.lost_by_scores`: Q's images make up for it."""
+    halves: int = 2
+    """1 for accuracy class tf32."""
 
     @property
     def workspace(self) -> dict[str, Workspace]:
@@ -83,26 +78,7 @@ class ImageBatches:
         """Per batch: split, the launches between, rescue."""
         steps = []
         for batch in self._batches():
-            steps += [self._split(batch, self.q_tiles(batch) + self.k_tiles(batch) + self.v_tiles(batch))]
-            steps += [*between(batch), self._rescue(batch)]
-        return tuple(steps)
-
-    def launches_beside(self, between: Callable[[Batch, Split, Split], tuple[Launch, ...]]) -> tuple[Launch, ...]:
-        """As `launches`, but most tiles are split by some blocks of the launches between.
-
-        between: from a batch, the split that its first launch does besides (the batch's V), and the one that its last
-        launch does (Q and K of the next batch, whose images nobody needs any more by then).
-        """
-        batches, steps = list(self._batches()), []
-        for batch, following in zip(batches, [*batches[1:], None], strict=True):
-            if batch is batches[0]:
-                steps.append(self._split(batch, self.q_tiles(batch) + self.k_tiles(batch)))
-            first = self._n_tiles(batch, "Q") + self._n_tiles(batch, "K")
-            of_values = Split(self._split_args(batch), first, first + self.v_tiles(batch))
-            of_next = Split(self._split_args(batch), 0, 0)
-            if following:
-                of_next = Split(self._split_args(following), 0, self.q_tiles(following) + self.k_tiles(following))
-            steps += [*between(batch, of_values, of_next), self._rescue(batch)]
+            steps += [self._split(batch), *between(batch), self._rescue(batch)]
         return tuple(steps)
 
     def launches_around(
@@ -111,35 +87,19 @@ class ImageBatches:
         """With one launch between, a block per block of query rows, or `most_blocks` for them all: a fused kernel."""
 
         def between(batch: Batch) -> tuple[Launch, ...]:
-            args = (*batch.parts("Q", "K", *IMAGES, *RECORDS, "unsafe", "O", "lse"), "scale", batch.first_row, *more)
+            args = (*batch.parts("Q", "K", *IMAGES, *RECORDS, "unsafe", "O", "lse"), batch.first_row, *more)
             tasks = batch.heads * batch.m_blocks
             return (Launch(build, config, args, min(tasks, most_blocks or tasks), **sizes),)
 
         return self.launches(between)
 
-    def q_tiles(self, batch: Batch) -> int:
-        """Tiles to split."""
-        return self._n_tiles(batch, "Q")
-
-    def k_tiles(self, batch: Batch) -> int:
-        return 0 if batch.keys_are_there else self._n_tiles(batch, "K")
-
-    def v_tiles(self, batch: Batch) -> int:
-        return 0 if batch.keys_are_there else self._n_tiles(batch, "V")
-
-    def _n_tiles(self, batch: Batch, name: str) -> int:
-        return batch.heads * self.tiles(name, batch.m_blocks)
-
-    @property
-    def split_config(self) -> SplitConfig:
-        return SplitConfig(self.rows, padded(self.columns), 4 if self.problem.vector == 4 else 1)
-
-    def _split_args(self, batch: Batch) -> tuple:
-        return (*batch.parts("Q", "K", "V", *IMAGES, *RECORDS), "scale")
-
-    def _split(self, batch: Batch, tiles: int) -> Launch:
-        config = self.split_config
-        args = self._split_args(batch)
+    def _split(self, batch: Batch) -> Launch:
+        config = SplitConfig(
+            self.rows, padded(self.columns), 4 if self.problem.vector == 4 else 1, self.lost, self.halves
+        )
+        args = (*batch.parts("Q", "K", "V", *IMAGES, *RECORDS), "scale")
+        operands = "Q" if batch.keys_are_there else "QKV"
+        tiles = batch.heads * sum(self.tiles(name, batch.m_blocks) for name in operands)
         return Launch(build_split, config, args, tiles, config.threads, min_blocks=config.min_blocks)
 
     def _rescue(self, batch: Batch) -> Launch:
@@ -159,7 +119,7 @@ class ImageBatches:
         return cdiv(rows, self.rows) * cdiv(problem.Dv if name == "V" else problem.D, slab)
 
     def _of(self, heads: int, m_blocks: int) -> dict[str, Workspace]:
-        words = image_words(self.rows, self.columns)
+        words = image_words(self.rows, self.columns, self.halves)
         tiles = [self.tiles(name, m_blocks) for name in "QKV"]
         images = {name: Workspace((heads, n * words), "uint32") for name, n in zip(IMAGES, tiles, strict=True)}
         records = {name: Workspace((heads, n, RECORD)) for name, n in zip(RECORDS, tiles, strict=True)}

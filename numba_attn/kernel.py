@@ -114,7 +114,7 @@ class Kernel:
     summary: str
     """One line for `explain`, `info` and the README's table."""
     accuracy: str
-    """Accuracy class that its results are held to (`numba_attn.testing`)."""
+    """Accuracy class that its results are held to (`numba_attn.testing`), see `accuracy_at`."""
     supports: Callable[[Problem, Device], str | None]
     """Why it cannot serve the problem on the device, or None if it can."""
     config: Callable[[Problem, Device], Hashable]
@@ -130,3 +130,9 @@ class Kernel:
     workspace: Callable[[Problem, Hashable], dict[str, Workspace]] = no_workspace
     uses_matmul: bool = False
     """Its steps have a `Matmul`: the caller's arrays must be of a library that multiplies, torch or CuPy."""
+    lower_accuracies: tuple[str, ...] = ()
+    """Classes below `accuracy` that it has faster configs for: `Problem.precision` asks for them."""
+
+    def accuracy_at(self, problem: Problem) -> str:
+        """Class of its results at a problem: without configs for a lower one they are better than asked for."""
+        return problem.precision if problem.precision in self.lower_accuracies else self.accuracy

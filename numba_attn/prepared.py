@@ -82,10 +82,10 @@ class Calls:
 calls = Calls()
 
 
-def prepare(library, names, arrays, causal, enable_gqa, return_lse, kernel) -> Call:
+def prepare(library, names, arrays, causal, enable_gqa, return_lse, kernel, precision) -> Call:
     """Checks, problem, choice and plan."""
     q, k, v, *out = (library.operand(array, name) for array, name in zip(arrays, (*names, "out"), strict=False))
-    geometry = describe(q, k, v, is_causal=causal, enable_gqa=enable_gqa)
+    geometry = describe(q, k, v, is_causal=causal, enable_gqa=enable_gqa, precision=precision)
     problem, index = geometry.problem, index_of(geometry)
     layouts = {
         "Q": geometry.Q,
@@ -105,12 +105,8 @@ def prepare(library, names, arrays, causal, enable_gqa, return_lse, kernel) -> C
         if kernel is not None:
             find(kernel, KERNELS)
     else:
-        chosen = choose(kernel, KERNELS, problem, launch.device_facts(index))
+        chosen = choose(kernel, KERNELS, problem, launch.device_facts(index), hasattr(library, "matmul"))
         uses_matmul = chosen.uses_matmul
-        if uses_matmul and not hasattr(library, "matmul"):
-            raise ValueError(
-                f"kernel {chosen.name} multiplies with the arrays' library: torch or CuPy arrays are needed"
-            )
         plan = launch.prepare(chosen, problem, index, layouts)
         if uses_matmul:
             workspace = tuple((View.contiguous(space.shape), space.dtype) for space in plan.workspace.values())

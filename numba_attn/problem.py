@@ -13,6 +13,8 @@ from typing import NamedTuple
 MAX_GRID = 2**31 - 1  # blocks in the x direction of a CUDA grid
 MAX_LENGTH = 2**31 - 1  # kernels take lengths as 32-bit integers
 ITEM_BYTES = 4
+PRECISIONS = ("fp32", "tf32")
+"""Accuracy classes that a call may ask for (`numba_attn.testing`): its result is of that one or a better one."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,6 +37,8 @@ class Problem:
     vector: int = 1
     """Elements (1, 2 or 4) that travel in one aligned access to the rows of Q, K, V and O: 1 unless their last stride
     is 1 and their pointers, other strides and last lengths are multiples."""
+    precision: str = "fp32"
+    """One of `PRECISIONS`."""
 
     @property
     def flop(self) -> int:
@@ -124,7 +128,14 @@ class Geometry:
         return 0 in (self.lse_shape if return_lse else self.o_shape) or self.problem.Lk == 0
 
 
-def describe(q: Operand, k: Operand, v: Operand, *, is_causal: bool = False, enable_gqa: bool = False) -> Geometry:
+def check_precision(precision) -> str:
+    """The same. Raises ValueError unless it is one of `PRECISIONS`."""
+    if isinstance(precision, str) and precision in PRECISIONS:
+        return precision
+    raise ValueError(f"precision is {precision!r}: it must be one of {', '.join(map(repr, PRECISIONS))}")
+
+
+def describe(q: Operand, k: Operand, v: Operand, *, is_causal=False, enable_gqa=False, precision="fp32") -> Geometry:
     """Check the three operands and describe the call.
 
     Ranks as in torch: [Lq, D], [H, Lq, D], [..., H, Lq, D]. Batch dimensions (all before the heads) broadcast with
@@ -134,8 +145,9 @@ def describe(q: Operand, k: Operand, v: Operand, *, is_causal: bool = False, ena
         TypeError: an operand is not floating-point, or the types differ.
         NotImplementedError: a floating-point type other than float32, or grouped heads.
         ValueError: rank, lengths, head dims, head counts, batch shapes, devices, alignment, or batch dimensions
-            that cannot be viewed as one without a copy. Every message names the operand.
+            that cannot be viewed as one without a copy: each message names the operand. An unknown precision.
     """
+    check_precision(precision)
     for operand in (q, k, v):
         _check_type(operand, q)
         _check_rank(operand)
@@ -158,7 +170,8 @@ def describe(q: Operand, k: Operand, v: Operand, *, is_causal: bool = False, ena
     for name in stand_ins:
         views[name] = View((*views[name].shape[:3], 1), (0, 0, 0, 0))
     vector = min(vector_width(view, named[name].pointer) for name, view in views.items())
-    problem = Problem(math.prod(batch), H, Hkv, Lq, Lk, max(D, 1), max(Dv, 1), q.dtype, is_causal, vector)
+    sizes = math.prod(batch), H, Hkv, Lq, Lk, max(D, 1), max(Dv, 1)
+    problem = Problem(*sizes, q.dtype, is_causal, vector, precision)
     heads = (H,) if max(len(operand.shape) for operand in named.values()) > 2 else ()
     device = next((operand.device for operand in named.values() if operand.device is not None), None)
     o_shape = (*batch, *heads, Lq, Dv)

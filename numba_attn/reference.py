@@ -1,8 +1,9 @@
 """Attention by its definition, in numpy alone: what everything else here is judged by.
 
 `attention` is the float64 oracle; `attention_fp32` is the textbook fp32 evaluation whose error sets the budget of
-accuracy class `fp32`. Both select keys by position: a removed key contributes nothing whatever its K and V hold,
-and a NaN or Inf that is attended reaches exactly the rows that attend it.
+accuracy class `fp32`, `attention_tf32` the same with TF32's operands, for class `tf32`. All select keys by position: a
+removed key contributes nothing whatever its K and V hold, and a NaN or Inf that is attended reaches exactly the rows
+that attend it.
 """
 
 from __future__ import annotations
@@ -53,6 +54,15 @@ def attention_fp32(q, k, v, *, mask=None, causal=False, scale=None, enable_gqa=F
     index order, the output divided by the row sum at the end. Nothing is flushed to zero.
     """
     return _evaluate(q, k, v, mask, causal, scale, enable_gqa, np.float32, _running_scores, _running_sums)
+
+
+def attention_tf32(q, k, v, *, mask=None, causal=False, scale=None, enable_gqa=False) -> tuple[np.ndarray, np.ndarray]:
+    """The textbook evaluation with TF32's products: `attention_fp32`, but for one rounding more of each factor.
+
+    Numerics: Q, K, V and exp(s - max) are rounded to 11 significant bits (to nearest, ties to even; below 2^-126 to
+    multiples of 2^-136) before they are multiplied. The row sum is of what was not rounded.
+    """
+    return _evaluate(q, k, v, mask, causal, scale, enable_gqa, np.float32, _running_scores_tf32, _running_sums_tf32)
 
 
 def _evaluate(q, k, v, mask, causal, scale, enable_gqa, dtype, scores: Callable, sums: Callable):
@@ -164,14 +174,33 @@ def _running_scores(Q: np.ndarray, K: np.ndarray) -> np.ndarray:
     return S
 
 
-def _running_sums(P: np.ndarray, V: np.ndarray, keep: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+def _running_scores_tf32(Q: np.ndarray, K: np.ndarray) -> np.ndarray:
+    return _running_scores(_tf32(Q), _tf32(K))
+
+
+def _running_sums_tf32(P: np.ndarray, V: np.ndarray, keep: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    return _running_sums(P, _tf32(V), keep, _tf32(P))
+
+
+def _tf32(x: np.ndarray) -> np.ndarray:
+    """fp32 numbers rounded to TF32, as fp32; NaN and Inf as they are."""
+    bits = np.ascontiguousarray(x).view(np.uint32)
+    rounded = (bits + (0xFFF + (bits >> 13 & 1))) & np.uint32(0xFFFFE000)
+    return np.where(np.isfinite(x), rounded.view(np.float32), x)
+
+
+def _running_sums(
+    P: np.ndarray, V: np.ndarray, keep: np.ndarray, factors: np.ndarray | None = None
+) -> tuple[np.ndarray, np.ndarray]:
+    """Row sums of P, and P V; `factors` take the place of P in the products."""
+    factors = P if factors is None else factors
     l = np.zeros(P.shape[:2], P.dtype)
     acc = np.zeros((*P.shape[:2], V.shape[-1]), P.dtype)
     product = np.empty_like(acc)
     clean = np.isfinite(V).all(axis=(0, 2))
     for key in range(V.shape[1]):
-        p, rows = P[:, :, key], keep[:, :, key, None]
-        l += p
-        np.multiply(p[:, :, None], V[:, key, None, :], out=product)
+        rows = keep[:, :, key, None]
+        l += P[:, :, key]
+        np.multiply(factors[:, :, key, None], V[:, key, None, :], out=product)
         acc += product if clean[key] else np.where(rows, product, P.dtype.type(0))
     return l, acc

@@ -167,6 +167,49 @@ def test_flags_of_numpy_are_the_same_call(launches):
     assert len(launches) == 1 and launches[0].problem.is_causal is True
 
 
+BAD_PRECISIONS = ["fp16", "TF32", "", None, True, 32, [], np.ones(2), torch.float32]
+
+
+@pytest.mark.parametrize("precision", BAD_PRECISIONS, ids=repr)
+def test_precision_that_is_none(launches, precision):
+    said = r"^precision is .*: it must be one of 'fp32', 'tf32'$"
+    arrays = tensors()
+    for function in (numba_attn.attention, numba_attn.explain):
+        with pytest.raises(ValueError, match=said):
+            function(*arrays, precision=precision)
+    with pytest.raises(ValueError, match=said):
+        numba_attn.attention(*(t.numpy() for t in arrays), precision=precision)
+    with pytest.raises(ValueError, match=said):
+        numba_attn.sim.attention(*(t.numpy() for t in arrays), precision=precision)
+    assert not launches
+
+
+def test_precision_is_a_fact_of_the_problem(launches):
+    for precision in ("fp32", "tf32", "tf32"):
+        numba_attn.attention(*tensors(), precision=precision, kernel="flash_split_half_sm80")
+    numba_attn.attention(*tensors(), precision="tf32", kernel="flash_fp32", out=torch.empty(2, 3, 5, 4))
+    assert [plan.problem.precision for plan in launches] == ["fp32", "tf32", "tf32"]
+    told = numba_attn.explain(*tensors(), precision="tf32")
+    assert told.problem.precision == "tf32" and told.accuracy == "fp32", "few rows: a kernel without that mode"
+    long = tensors((2, 3, 600, 64), (2, 3, 7000, 64), (2, 3, 7000, 64))
+    told = numba_attn.explain(*long, precision="tf32")
+    assert (told.chosen, told.accuracy) == ("flash_split_half_sm80", "tf32")
+    assert ", precision tf32 gives tf32 (" in repr(told)
+    assert numba_attn.explain(*long).accuracy == "fp32" and "precision" not in repr(numba_attn.explain(*long))
+
+
+@pytest.mark.parametrize("precision", ["highest", "high", "medium"])
+def test_flags_of_torch_change_no_precision(launches, precision):
+    torch.set_float32_matmul_precision(precision)
+    try:
+        numba_attn.attention(*tensors())
+        numba_attn.scaled_dot_product_attention(*tensors())
+        assert numba_attn.explain(*tensors()).problem.precision == "fp32"
+    finally:
+        torch.set_float32_matmul_precision("highest")
+    assert {plan.problem.precision for plan in launches} == {"fp32"}
+
+
 @pytest.mark.parametrize("kernel", [[], {}, 3])
 def test_kernel_that_is_no_kernel(launches, kernel):
     with pytest.raises(TypeError, match="^kernel is a .*: a name or a Kernel is needed"):
@@ -426,6 +469,7 @@ def test_numpy_without_a_gpu():
     told = numba_attn.explain(q, k, v, causal=True)
     assert told.problem.is_causal and told.chosen in [kernel.name for kernel in KERNELS]
     assert "no GPU here" in repr(told)
+    assert numba_attn.explain(q, k, v, kernel="unfused_fp32").chosen is None, "it needs torch's or CuPy's product"
     with pytest.raises(ValueError, match="^k has head dim"):
         numba_attn.attention(q, k[..., 1:], v)
     with pytest.raises(ValueError, match="^out shares memory with v"):

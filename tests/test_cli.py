@@ -223,6 +223,12 @@ def test_check_only_some_cases(call, few_cases):
     assert (status, out.splitlines()[-1]) == (0, "warp_tile_fp32: 1 cases, 1 passed, 0 failed")
 
 
+def test_check_at_another_precision(call, few_cases):
+    for kernel in ("flash_split_half_sm80", "warp_tile_fp32"):
+        status, out, _ = call("check", kernel, "--sim", "--precision", "tf32", "-k", "tf32")
+        assert status == 0 and f"{kernel}: 2 cases, 2 passed" in out
+
+
 def test_check_leaves_out_what_multiplies_with_torch(call, few_cases, monkeypatch):
     monkeypatch.setattr(launch, "device_count", lambda: 1)
     monkeypatch.setattr(launch, "device_facts", lambda index: H200)
@@ -603,7 +609,7 @@ def test_tf32_flags_are_off_and_restored():
     before = torch.backends.cuda.matmul.allow_tf32, torch.backends.cudnn.allow_tf32
     torch.backends.cuda.matmul.allow_tf32 = True
     try:
-        with torch_backends.tf32_off(torch):
+        with torch_backends.tf32(torch, on=False):
             assert not torch.backends.cuda.matmul.allow_tf32
             assert not torch.backends.cudnn.allow_tf32
         assert torch.backends.cuda.matmul.allow_tf32

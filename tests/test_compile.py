@@ -21,6 +21,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from numba_attn import testing
+from numba_attn.device import mma_tile
 from numba_attn.device.rescue_kernel import build_rescue
 from numba_attn.device.split_kernel import build_split
 from numba_attn.device.weights_kernel import build_weights
@@ -337,13 +338,31 @@ def products_of(module, config) -> list[int]:
 def test_products_of_halves(config):
     rows, steps = config.q_rows // 16, -(-config.d_bucket // 16)
     of_s = config.products * steps * rows * (config.k_rows // 8)
-    of_o = 3 * (config.k_rows // 16) * rows * 2 * steps
+    of_o = min(config.products, 3) * (config.k_rows // 16) * rows * 2 * steps
     assert products_of(flash_split_half_sm80, config) == [of_s + of_o]
+
+
+def test_one_half_takes_a_third_of_the_products_and_half_of_the_memory():
+    # Of more columns than a short sum has: there operands are read twice for three products.
+    tiles = next(tiles for tiles in flash_split_half_sm80.ONE_PRODUCT if tiles.d_bucket > mma_tile.SHORT)
+    texts, image_bytes = [], []
+    for config in (tiles, dataclasses.replace(tiles, products=3)):
+        workspace = flash_split_half_sm80.workspace(PROBLEM, config)
+        split, flash, _ = flash_split_half_sm80.launches(PROBLEM, config)
+        texts.append([compiler.ptx(launch, workspace, H200.arch) for launch in (split, flash)])
+        image_bytes.append([4 * space.shape[1] for name, space in workspace.items() if name.endswith("_image")])
+        image_bytes[-1].append(config.smem_bytes)
+
+    factors = {(0, "st.global.v4"): 2, (1, "mma.sync"): 3, (1, "ldmatrix.sync"): 2, (1, "cp.async.cg"): 2}
+    for (launch, instruction), factor in factors.items():
+        one, three = (text[launch].count(instruction) for text in texts)
+        assert three == factor * one > 0, instruction
+    assert image_bytes[1] == [2 * n for n in image_bytes[0]]
 
 
 @pytest.mark.parametrize("config", list(unfused_split_half_sm80.configs()), ids=str)
 def test_products_of_halves_unfused(config):
-    per_tile = 3 * (64 // 16) * (config.m_rows // 16) * (64 // 8)
+    per_tile = 3 * (64 // 16) * (32 // 16) * (64 // 8)
     assert products_of(unfused_split_half_sm80, config) == [per_tile, 0, per_tile]
 
 

@@ -59,6 +59,20 @@ def test_workspace():
     assert (space["unsafe"].shape, space["unsafe"].dtype) == ((6, 1), "int32")
 
 
+def test_workspace_of_one_half():
+    problem = replace(CASE.problem, precision="tf32")
+    config = KERNEL.small_config(problem)
+    space, both = KERNEL.workspace(problem, config), KERNEL.workspace(CASE.problem, SMALL)
+    assert (config.halves, SMALL.halves) == (1, 2)
+    for name, whole in both.items():
+        rows, *rest = space[name].shape
+        factor = 2 if name.endswith("_image") else 1
+        assert (rows, factor * rest[0], *rest[1:]) == whole.shape
+    split, flash, rescue = KERNEL.launches(problem, config)
+    assert (split.config.halves, split.grid, flash.grid) == (1, 6 * sum(TILES), 6)
+    assert rescue.config == KERNEL.launches(CASE.problem, SMALL)[2].config
+
+
 def test_one_batch_has_whole_arrays():
     split, flash, rescue = KERNEL.launches(CASE.problem, SMALL)
     assert not any(isinstance(arg, Part) for launch in (split, flash, rescue) for arg in launch.args)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 from hypothesis import given
@@ -14,6 +16,7 @@ from numba_attn.kernels import KERNELS
 from numba_attn.problem import (
     H200,
     MAX_LENGTH,
+    PRECISIONS,
     Operand,
     Problem,
     View,
@@ -210,6 +213,18 @@ def test_out_with_any_strides():
     assert check_out(transposed, describe(*triple), triple[0]).strides[2:] == (1, 5)
 
 
+@pytest.mark.parametrize("precision", ["tf33", "FP32", None, 1.0, [], np.zeros(3)], ids=repr)
+def test_unknown_precision(precision):
+    with pytest.raises(ValueError, match="^precision is .*: it must be one of 'fp32', 'tf32'$") as caught:
+        describe(*operands(), precision=precision)
+    assert "\n" not in str(caught.value)
+
+
+def test_precision_is_a_fact():
+    assert describe(*operands()).problem.precision == "fp32"
+    assert describe(*operands(), precision="tf32").problem == replace(describe(*operands()).problem, precision="tf32")
+
+
 def test_flop_counts_only_pairs_that_count():
     assert Problem(1, 1, 1, 3, 3, 8, 8).flop == 2 * 9 * 16
     assert Problem(1, 1, 1, 3, 3, 8, 8, is_causal=True).flop == 2 * 6 * 16
@@ -254,6 +269,29 @@ def test_a_named_kernel_never_falls_back():
         choice.choose(3, (a, b), PROBLEM, H200)
 
 
+@pytest.mark.parametrize("precision", PRECISIONS)
+def test_a_lower_precision_is_served_by_all_and_told(precision):
+    problem = replace(PROBLEM, precision=precision)
+    exact, lower = fake_kernel("exact"), replace(fake_kernel("lower"), lower_accuracies=("tf32",))
+    assert choice.choose("exact", (lower, exact), problem, H200) is exact
+    for kernel, gives in ((exact, "fp32"), (lower, precision)):
+        told = choice.explain(kernel, (lower, exact), problem, H200, has_gpu=True)
+        assert (told.chosen, told.accuracy) == (kernel.name, gives)
+        assert (f", precision tf32 gives {gives} (" in repr(told)) == (precision == "tf32")
+    refusing = fake_kernel("none", cannot="too big")
+    assert choice.explain(None, (refusing,), problem, H200, has_gpu=True).accuracy is None
+
+
+def test_kernels_with_a_mode_are_chosen_for_a_lower_precision():
+    for D, Dv in ((64, 64), (128, 128), (256, 256), (80, 96)):
+        problem = Problem(4, 16, 16, 4096, 4096, D, Dv, precision="tf32")
+        for is_causal in (False, True):
+            chosen = choice.choose(None, KERNELS, replace(problem, is_causal=is_causal), H200)
+            assert chosen.accuracy_at(problem) == "tf32"
+    few = choice.choose(None, KERNELS, Problem(32, 32, 32, 1, 4096, 128, 128, precision="tf32"), H200)
+    assert few.name == "split_keys_fp32"
+
+
 def test_explanation_has_a_line_for_each_kernel():
     a, b, c = fake_kernel("a", cannot="too big"), fake_kernel("b", rather="slow"), fake_kernel("c")
     told = choice.explain(None, (a, b, c), PROBLEM, H200, has_gpu=False)
@@ -262,6 +300,19 @@ def test_explanation_has_a_line_for_each_kernel():
     assert "H200" in repr(told) and "no GPU" in repr(told) and "too big" in str(told)
     assert choice.explain(b, (c,), PROBLEM, H200, has_gpu=True).reasons["b"] == "chosen"
     assert choice.explain("a", (a, b, c), PROBLEM, H200, has_gpu=True).chosen is None
+
+
+def test_products_need_a_library_that_multiplies():
+    a, b = replace(fake_kernel("a"), uses_matmul=True), fake_kernel("b", rather="slow")
+    assert choice.choose(None, (a, b), PROBLEM, H200) is a
+    assert choice.choose(None, (a, b), PROBLEM, H200, has_matmul=False) is b
+    with pytest.raises(ValueError, match="kernel a cannot serve this call: multiplies"):
+        choice.choose(a, (a, b), PROBLEM, H200, has_matmul=False)
+    told = choice.explain("a", (a, b), PROBLEM, H200, has_gpu=True, has_matmul=False)
+    assert told.chosen is None and told.reasons == {
+        "a": f"cannot: {choice.NO_PRODUCTS}",
+        "b": "can, but a was asked for",
+    }
 
 
 def test_every_registered_kernel_has_its_own_name_and_is_chosen_or_says_why():

@@ -241,9 +241,12 @@ def test_libraries_without_a_product_are_refused_before_anything_is_prepared(mon
 
     monkeypatch.delattr(torch_arrays, "matmul")
     monkeypatch.setattr(plan, "_loaded", None)
-    said = "^kernel unfused_fp32 multiplies with the arrays' library: torch or CuPy arrays are needed$"
-    with pytest.raises(ValueError, match=said):
-        numba_attn.attention(*tensors(testing.Case(1, 1, 3, 5, 4, 4)), kernel="unfused_fp32")
+    said = "multiplies with the arrays' library: torch or CuPy arrays are needed"
+    arrays = tensors(testing.Case(1, 1, 3, 5, 4, 4))
+    with pytest.raises(ValueError, match=f"^kernel unfused_fp32 cannot serve this call: {said}$"):
+        numba_attn.attention(*arrays, kernel="unfused_fp32")
+    told = numba_attn.explain(*arrays, kernel="unfused_fp32")
+    assert told.chosen is None and told.reasons["unfused_fp32"] == f"cannot: {said}"
 
 
 @pytest.mark.gpu
@@ -252,8 +255,11 @@ def test_numba_and_numpy_arrays_are_refused():
 
     arrays = testing.make_inputs(testing.Case(1, 1, 3, 5, 4, 4))
     for refused in (arrays, tuple(map(cuda.to_device, arrays))):
-        with pytest.raises(ValueError, match="^kernel unfused_fp32 multiplies .* torch or CuPy arrays are needed$"):
+        with pytest.raises(
+            ValueError, match="^kernel unfused_fp32 cannot .* multiplies .* torch or CuPy arrays are needed$"
+        ):
             numba_attn.attention(*refused, kernel="unfused_fp32")
+        assert numba_attn.explain(*refused, kernel="unfused_fp32").chosen is None
 
 
 # TF32
@@ -396,6 +402,6 @@ def test_cupy_multiplies_too():
 
 def test_they_are_left_out_without_torch(monkeypatch):
     monkeypatch.setattr(torch_backends, "cuda_torch", lambda: (None, "torch is not installed"))
-    reasons = {kernel.name: check.why_left_out(kernel, H200) for kernel in KERNELS}
+    reasons = {kernel.name: check.why_left_out(kernel) for kernel in KERNELS}
     assert reasons.pop("unfused_fp32") == "it multiplies with torch or CuPy, and torch is not installed"
     assert set(reasons.values()) == {None}

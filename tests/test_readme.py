@@ -81,12 +81,22 @@ def test_torch(capsys):
 
 def test_explain(names, capsys):
     capsys.readouterr()
-    run(block("explain"), names)
+    run(block("explain(q, k, v, causal=True)"), names)
     facts, *kernels = capsys.readouterr().out.splitlines()
     written, *written_kernels = block("chosen", "text").splitlines()
     assert facts.partition(" (")[0] == written.partition(" (")[0]
     assert HAS_GPU or facts == written
     assert kernels == written_kernels
+
+
+def test_precision(names, monkeypatch, capsys):
+    capsys.readouterr()
+    if not HAS_GPU:
+        monkeypatch.setattr(numba_attn, "attention", numba_attn.sim.attention)
+    run(block("precision="), names)
+    assert capsys.readouterr().out == "fp32\n", "few rows: a kernel without that mode"
+    expected, _ = numba_attn.reference.attention(names["q"], names["k"], names["v"])
+    np.testing.assert_allclose(names["o"], expected, atol=2e-3)
 
 
 def test_edit_a_kernel(names, tmp_path, monkeypatch, capsys):
@@ -110,7 +120,9 @@ def test_simulator(names):
 
 
 def test_table_of_kernels():
-    assert rows("kernel | accuracy class | idea") == [(k.name, k.accuracy, k.summary) for k in numba_attn.KERNELS]
+    assert rows("kernel | accuracy class | idea") == [
+        (k.name, ", ".join([k.accuracy, *k.lower_accuracies]), k.summary) for k in numba_attn.KERNELS
+    ]
 
 
 def test_the_ladder_has_every_kernel_once():

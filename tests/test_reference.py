@@ -6,6 +6,12 @@ import pytest
 from numba_attn import reference
 
 EVALUATIONS = {"fp64": (reference.attention, 1e-14), "fp32": (reference.attention_fp32, 2e-6)}
+EVALUATIONS["tf32"] = (reference.attention_tf32, 4e-3)
+
+
+def rounded(attend, x):
+    """Values as products take them."""
+    return reference._tf32(x) if attend is reference.attention_tf32 else x
 
 
 @pytest.fixture(params=EVALUATIONS)
@@ -47,7 +53,7 @@ def test_one_key_gives_its_value(evaluation, rng):
     attend, tolerance = evaluation
     q, k, v = _inputs(rng, Lk=1)
     o, lse = attend(q, k, v)
-    np.testing.assert_array_equal(o, np.broadcast_to(v, o.shape).astype(o.dtype))
+    np.testing.assert_array_equal(o, rounded(attend, np.broadcast_to(v, o.shape).astype(o.dtype)))
     np.testing.assert_allclose(lse, (q * k).sum(-1) / 2, rtol=0, atol=tolerance)
 
 
@@ -60,11 +66,11 @@ def test_equal_keys_average_the_values(evaluation, rng):
 
 
 def test_one_hot(evaluation, rng):
-    attend, _ = evaluation
+    attend, tolerance = evaluation
     q, k, v = 5e8 * np.eye(6), 5e8 * np.eye(6)[::-1], rng.standard_normal((6, 3))
     o, lse = attend(q, k, v)
-    np.testing.assert_array_equal(o, v[::-1].astype(o.dtype))
-    np.testing.assert_allclose(lse, 25e16 / np.sqrt(6), rtol=1e-6)
+    np.testing.assert_array_equal(o, rounded(attend, v[::-1].astype(o.dtype)))
+    np.testing.assert_allclose(lse, 25e16 / np.sqrt(6), rtol=max(tolerance, 1e-6))
 
 
 def test_a_shift_of_all_scores_moves_lse_alone(rng):
@@ -187,6 +193,30 @@ def test_fp32_sums_in_index_order():
     assert reference.attention(big, ones, ones, scale=1)[1] == 1
     values = np.array([[1e8], [1.0], [-1e8]], np.float32)
     assert reference.attention_fp32(np.zeros((1, 1)), np.zeros((3, 1)), values)[0] == 0
+
+
+def test_tf32_rounds_factors_to_eleven_bits():
+    exact = [1 + 2.0**-10, 1 + 2.0**-11, 1 + 3 * 2.0**-11, 1 + 2.0**-11 + 2.0**-20, 2.0**-20 - 2, 1e-45]
+    rounded = [1 + 2.0**-10, 1, 1 + 2.0**-9, 1 + 2.0**-10, -2, 0]
+    ones = np.ones((1, 1), np.float32)
+    for value, expected in zip(np.float32(exact), rounded, strict=True):
+        assert reference.attention_tf32(ones, ones, value * ones)[0] == expected
+        assert reference.attention_tf32(value * ones, ones, ones, scale=1)[1] == expected
+        assert reference.attention_tf32(ones, value * ones, ones, scale=1)[1] == expected
+    largest = np.finfo(np.float32).max * ones
+    assert np.isposinf(reference.attention_tf32(ones, ones, largest)[0])
+    for value in (np.nan, np.inf, -np.inf):
+        np.testing.assert_array_equal(reference.attention_tf32(ones, ones, np.float32(value) * ones)[0], value)
+
+
+def test_tf32_rounds_p_in_products_only():
+    # Two keys, p = 1 and exp(-1): their sum is not rounded, the product with V is.
+    q, k, v = np.ones((1, 1), np.float32), np.float32([[1], [0]]), np.float32([[0], [1]])
+    o, lse = reference.attention_tf32(q, k, v, scale=1)
+    p = np.float32(np.exp(-1))
+    l = np.float32(1) + p
+    assert o[0, 0] == reference._tf32(p) / l and reference._tf32(p) != p
+    assert abs(lse[0] - (1 + np.log(np.float64(l)))) <= 2.0**-23
 
 
 def test_fp32_keeps_denormals():

@@ -108,7 +108,7 @@ def test_shapes_and_classes(call):
         assert_accurate(o[..., :5], lse, q, k, v, causal=True)
     with pytest.raises(AssertionError, match="lse has shape"):
         assert_accurate(o, lse[..., None], q, k, v, causal=True)
-    with pytest.raises(ValueError, match="unknown accuracy class 'fp8', known: fp32"):
+    with pytest.raises(ValueError, match="unknown accuracy class 'fp8', known: fp32, tf32"):
         assert_accurate(o, lse, q, k, v, causal=True, accuracy="fp8")
 
 
@@ -135,6 +135,23 @@ def test_half_precision_is_not(inputs):
     kept = [(x.view(np.uint32) & 0xFFFFE000).view(np.float32) for x in (q, k, v)]  # ten bits of mantissa, as TF32
     with pytest.raises(AssertionError):
         assert_accurate(*reference.attention(*kept), q, k, v)
+
+
+@pytest.mark.parametrize("inputs", testing.DISTRIBUTIONS)
+def test_class_tf32(inputs):
+    """TF32's products in another order are of the class, and so is fp32; eight bits are not, nor is one element off."""
+    q, k, v = testing.make_inputs(Case(2, 2, 33, 40, 16, 16, inputs=inputs))
+    expected = Expected(q, k, v)
+    o, lse = reference.attention_tf32(q[..., ::-1], k[..., ::-1, ::-1], v[..., ::-1, :])
+    expected.check(o, lse, accuracy="tf32")
+    expected.check(*reference.attention_fp32(q, k, v), accuracy="tf32")
+    o[1, 0, 7, 3] += 0.02 * np.abs(v[1, 0]).max()
+    with pytest.raises(AssertionError, match=r"o\[1, 0, 7, 3\].*of the textbook evaluation"):
+        expected.check(o, lse, accuracy="tf32")
+    if inputs not in ("constant", "denormal", "large"):  # averages that are exact, scores that decide everything
+        kept = [(x.view(np.uint32) & 0xFFFF0000).view(np.float32) for x in (q, k, v)]
+        with pytest.raises(AssertionError):
+            expected.check(*reference.attention(*kept), accuracy="tf32")
 
 
 @pytest.mark.parametrize("flushed", [0, 2])

@@ -17,6 +17,9 @@ from numba_attn.kernels import KERNELS
 from numba_attn.problem import Device, Problem
 
 BASELINES = tuple(torch_backends.BACKENDS)
+LOWER_BASELINES = {"tf32": tuple(torch_backends.TF32_BACKENDS)}
+"""By accuracy class: those that only problems of that precision are given to."""
+EVERY_BASELINE = (*BASELINES, *(name for names in LOWER_BASELINES.values() for name in names))
 RATIO_TO = "torch_default"
 """The baseline that ratios are taken to."""
 
@@ -50,21 +53,26 @@ class Contender:
 
 
 def ours(kernel: Kernel, problem: Problem, device: Device, refuses_by: tuple = ()) -> Contender:
+    accuracy = kernel.accuracy_at(problem)
     if reason := kernel.supports(problem, device):
-        return Contender(kernel.name, kernel.accuracy, "", refusal=reason)
-    call = partial(api.attention, causal=problem.is_causal, kernel=kernel)
+        return Contender(kernel.name, accuracy, "", refusal=reason)
+    call = partial(api.attention, causal=problem.is_causal, kernel=kernel, precision=problem.precision)
 
     def run(q, k, v, out) -> tuple:
         return call(q, k, v, return_lse=True, out=out)
 
     def judge(sample: Sample, o, lse) -> None:
-        sample.check(o, lse, kernel.accuracy)
+        sample.check(o, lse, accuracy)
 
     code = code_digest(kernel, problem, device)
-    return Contender(kernel.name, kernel.accuracy, code, call, run, judge, refuses_by=refuses_by)
+    return Contender(kernel.name, accuracy, code, call, run, judge, refuses_by=refuses_by)
 
 
 def torchs(name: str, problem: Problem, torch) -> Contender:
+    accuracy = accuracy_of(name)
+    if accuracy not in ("fp32", problem.precision):
+        reason = f"it is of class {accuracy}, the problem asks for {problem.precision}"
+        return Contender(name, accuracy, "", refusal=reason)
     call = partial(torch.nn.functional.scaled_dot_product_attention, is_causal=problem.is_causal)
     entered = partial(torch_backends.held_to, torch, name)
 
@@ -72,18 +80,27 @@ def torchs(name: str, problem: Problem, torch) -> Contender:
         return call(q, k, v), None
 
     def judge(sample: Sample, o, lse) -> None:
-        sample.check_close(o)
+        sample.check_close(o, accuracy)
 
     def facts(q, k, v) -> dict:
         backend = torch_backends.backend_of(torch, name, q, k, v, problem.is_causal)
         return {"backend": backend, "allow_tf32": torch.backends.cuda.matmul.allow_tf32}
 
     version, refuses_by = str(torch.__version__), (RuntimeError,)
-    return Contender(name, "fp32", version, call, run, judge, entered, refuses_by=refuses_by, facts=facts)
+    return Contender(name, accuracy, version, call, run, judge, entered, refuses_by=refuses_by, facts=facts)
+
+
+def accuracy_of(baseline: str) -> str:
+    return next((accuracy for accuracy, names in LOWER_BASELINES.items() if baseline in names), "fp32")
+
+
+def baselines_for(problem: Problem) -> tuple[str, ...]:
+    """Torch's backends that are as precise as the problem asks for, and those that are no more than that."""
+    return BASELINES + LOWER_BASELINES.get(problem.precision, ())
 
 
 def without_torch(name: str, reason: str) -> Contender:
-    return Contender(name, "fp32", "", refusal=reason)
+    return Contender(name, accuracy_of(name), "", refusal=reason)
 
 
 def contenders(
@@ -101,13 +118,13 @@ def contenders(
 
 def standard_names(known: NamedProblem, device: Device) -> list[str]:
     """What a run times where nothing is asked for: kernels in their order, then the baselines."""
-    return [kernel.name for kernel in standard_kernels(known, KERNELS, device)] + list(BASELINES)
+    return [kernel.name for kernel in standard_kernels(known, KERNELS, device)] + list(baselines_for(known.problem))
 
 
 def by_names(known: NamedProblem, names: Sequence[str], device: Device) -> list[Contender]:
     """The contenders of these names, in the order of `standard_names`."""
     kernels = (kernel for kernel in KERNELS if kernel.name in names)
-    return contenders(known.problem, kernels, (name for name in BASELINES if name in names), device)
+    return contenders(known.problem, kernels, (name for name in EVERY_BASELINE if name in names), device)
 
 
 def torch_label(name: str, version: str, backend: str | None) -> str:

@@ -114,7 +114,7 @@ def measure(
     if lacking := lacking_bytes(problem, free_bytes):
         raise DoesNotFitError(f"{known.name} needs {lacking / 1e9:.1f} GB more than the {free_bytes / 1e9:.1f} GB free")
     entries = [Entry(contender) for contender in contenders]
-    with torch_backends.tf32_off(torch) if torch else nullcontext():
+    with torch_backends.tf32(torch, on=False) if torch else nullcontext():
         progress(0, "inputs and their float64 results")
         sets = make_sets(known, number_of_sets(problem, device.l2_bytes, free_bytes), torch)
         sample = Sample(*sets[0], problem)
@@ -145,7 +145,7 @@ def check(entry: Entry, inputs, sample: Sample, problem: Problem, torch) -> None
                 return
             contender.judge(sample, o, lse)
             if torch:
-                check_everywhere(torch, *inputs, o, problem.is_causal)
+                check_everywhere(torch, *inputs, o, problem.is_causal, contender.accuracy)
             entry.rel_err, entry.max_abs_err = sample.errors(o)
             entry.facts = contender.facts(*inputs)
             del o, lse, out

@@ -13,7 +13,7 @@ from numba_attn.problem import ITEM_BYTES, MAX_LENGTH, Device, Problem, View, ve
 DTYPES = {"fp32": "float32"}
 FEW_ROWS = 16  # up to which kernels for decoding are measured
 
-_NAME = re.compile(r"b(\d+)_h(\d+)_q(\d+)_k(\d+)_d(\d+)(?:_v(\d+))?(?:_(fp32))?(?:_(full|causal))?")
+_NAME = re.compile(r"b(\d+)_h(\d+)_q(\d+)_k(\d+)_d(\d+)(?:_v(\d+))?(?:_(fp32|tf32))?(?:_(full|causal))?")
 
 
 @dataclass(frozen=True)
@@ -33,18 +33,27 @@ class NamedProblem:
 
 
 def make_problem(
-    B: int, H: int, Lq: int, Lk: int, D: int, Dv: int, dtype: str = "fp32", is_causal: bool = False
+    B: int,
+    H: int,
+    Lq: int,
+    Lk: int,
+    D: int,
+    Dv: int,
+    dtype: str = "fp32",
+    is_causal: bool = False,
+    precision: str = "fp32",
 ) -> Problem:
     """The facts of a call with contiguous inputs."""
     shapes = (B, H, Lq, D), (B, H, Lk, D), (B, H, Lk, Dv)
     vector = min(vector_width(View.contiguous(shape), 0) for shape in shapes)
-    return Problem(B, H, H, Lq, Lk, D, Dv, DTYPES[dtype], is_causal, vector)
+    return Problem(B, H, H, Lq, Lk, D, Dv, DTYPES[dtype], is_causal, vector, precision)
 
 
 def full_name(problem: Problem) -> str:
     dtype = next(name for name, dtype in DTYPES.items() if dtype == problem.dtype)
+    numbers = dtype if problem.precision == "fp32" else problem.precision
     lengths = f"b{problem.B}_h{problem.H}_q{problem.Lq}_k{problem.Lk}_d{problem.D}_v{problem.Dv}"
-    return f"{lengths}_{dtype}_{'causal' if problem.is_causal else 'full'}"
+    return f"{lengths}_{numbers}_{'causal' if problem.is_causal else 'full'}"
 
 
 def short_name(problem: Problem) -> str:
@@ -58,11 +67,11 @@ def parse(name: str) -> Problem:
     match = _NAME.fullmatch(name)
     if match is None:
         raise ValueError(f"{name!r} is not like b4_h16_q4096_k4096_d128 or b4_h16_q4096_k4096_d128_v64_fp32_causal")
-    *sizes, dtype, mask = match.groups()
+    *sizes, precision, mask = match.groups()
     B, H, Lq, Lk, D, Dv = (int(size or match[5]) for size in sizes)
     if not all(1 <= size <= MAX_LENGTH for size in (B, H, Lq, Lk, D, Dv)):
         raise ValueError(f"{name!r}: sizes are 1 to {MAX_LENGTH}")
-    return make_problem(B, H, Lq, Lk, D, Dv, dtype or "fp32", mask == "causal")
+    return make_problem(B, H, Lq, Lk, D, Dv, is_causal=mask == "causal", precision=precision or "fp32")
 
 
 HEADLINE = make_problem(32, 32, 512, 512, 1024, 1024)
@@ -84,8 +93,12 @@ PROBLEMS = (
             "b3_h7_q1000_k777_d80_v96",
             "b32_h32_q1_k4096_d128",
             "b1_h32_q1_k65536_d128",
+            "b4_h16_q4096_k4096_d64_tf32",
+            "b4_h16_q4096_k4096_d128_tf32",
+            "b2_h16_q4096_k4096_d256_tf32",
         )
     ),
+    NamedProblem(replace(HEADLINE, precision="tf32"), "headline_tf32", inputs="uniform"),
 )
 
 
@@ -100,10 +113,10 @@ def find(text: str) -> NamedProblem:
     return known[text] if text in known else named(parse(text))
 
 
-def with_causal(known: NamedProblem) -> NamedProblem:
-    """The same problem, inputs and kernels under causality."""
-    problem = replace(known.problem, is_causal=True)
-    return replace(known, problem=problem, name=short_name(problem))
+def changed(known: NamedProblem, **facts) -> NamedProblem:
+    """The same inputs and kernels for other facts of the problem: under causality, or at another precision."""
+    problem = replace(known.problem, **facts)
+    return replace(known, problem=problem, name=named(problem).name)
 
 
 def standard_kernels(known: NamedProblem, kernels: Sequence[Kernel], device: Device) -> list[Kernel]:

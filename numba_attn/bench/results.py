@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from numba_attn.bench.contenders import BASELINES, RATIO_TO
+from numba_attn.bench.contenders import EVERY_BASELINE, RATIO_TO
 from numba_attn.bench.digest import code_digest
 from numba_attn.bench.problems import parse
 from numba_attn.kernel import Kernel
@@ -60,14 +60,14 @@ class Results:
     def find(self, problem: str, kernel: str) -> Result | None:
         return next((r for r in self.results if (r.problem, r.kernel) == (problem, kernel)), None)
 
-    def ratio(self, result: Result) -> float | None:
-        """Its time over that of torch's own choice, measured in the same rounds."""
-        base = self.find(result.problem, RATIO_TO)
+    def ratio(self, result: Result, to: str = RATIO_TO) -> float | None:
+        """Its time over that of torch's own choice, or of another baseline, measured in the same rounds."""
+        base = self.find(result.problem, to)
         return result.ms / base.ms if base else None
 
     def why_older(self, result: Result, kernels: Sequence[Kernel]) -> str | None:
         """Why an entry says nothing about the code that is here, or None."""
-        if result.kernel in BASELINES:
+        if result.kernel in EVERY_BASELINE:
             return None
         kernel = next((kernel for kernel in kernels if kernel.name == result.kernel), None)
         if kernel is None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 
-from numba_attn.bench.contenders import BASELINES, RATIO_TO, torch_label
+from numba_attn.bench.contenders import BASELINES, EVERY_BASELINE, RATIO_TO, torch_label
 from numba_attn.bench.problems import HEADLINE, full_name, named, parse
 from numba_attn.bench.results import FILE, Result, Results
 from numba_attn.kernel import Kernel
@@ -16,6 +16,8 @@ END = "<!-- end of numbers -->"
 HEADLINE_NAME = full_name(HEADLINE)
 OLDER = " (older code)"
 LEGEND = "*Older code*: measured before the kernel's code changed."
+LOWER = "Precision `tf32`, normal inputs but at `headline_tf32`; torch's times with TF32 on, in its math backend:"
+LOWER_RATIO_TO = "torch_math_tf32"
 WITHOUT_RESULTS = f"No results are there yet: `{FILE.as_posix()}` is missing."
 
 
@@ -30,8 +32,11 @@ def block(results: Results | None, kernels: Sequence[Kernel]) -> str:
     older = {result for result in results.results if results.why_older(result, kernels)}
     parts = [_caption(results), _headline(results, kernels, older)]
     others = [name for name in results.problems if name != HEADLINE_NAME]
-    if others:
+    lower = [name for name in others if parse(name).precision != "fp32"]
+    if others := [name for name in others if name not in lower]:
         parts += ["Other problems, normal inputs:", _others(results, others, older)]
+    if lower:
+        parts += [LOWER, _lower(results, lower, older)]
     return "\n\n".join(parts + ([LEGEND] if older else []))
 
 
@@ -92,16 +97,30 @@ def _others(results: Results, problems: Sequence[str], older: set[Result]) -> st
         torch = results.find(problem, RATIO_TO)
         torch_ms = significant(torch.ms) if torch else ""
         for result in results.results:
-            if result.problem == problem and result.kernel not in BASELINES:
+            if result.problem == problem and result.kernel not in EVERY_BASELINE:
                 label = _label(results, result, older)
                 name = f"`{named(parse(problem)).name}`"
                 rows.append((name, label, *_numbers(result), torch_ms, _ratio(results, result)))
     return _table(("problem", "kernel", "ms", "TFLOP/s", "rel. error", "torch's ms", "time / torch's"), rows)
 
 
+def _lower(results: Results, problems: Sequence[str], older: set[Result]) -> str:
+    rows = []
+    for problem in problems:
+        torch = results.find(problem, LOWER_RATIO_TO)
+        for result in results.results:
+            if result.problem == problem and result.kernel not in EVERY_BASELINE:
+                name, label = f"`{named(parse(problem)).name}`", _label(results, result, older)
+                torch_ms = significant(torch.ms) if torch else ""
+                ratio = _ratio(results, result, LOWER_RATIO_TO)
+                rows.append((name, label, result.accuracy, *_numbers(result), torch_ms, ratio))
+    header = ("problem", "kernel", "class", "ms", "TFLOP/s", "rel. error", "torch's ms", "time / torch's")
+    return _table(header, rows)
+
+
 def _label(results: Results, result: Result, older: set[Result]) -> str:
     name = f"`{result.kernel}`"
-    if result.kernel in BASELINES:
+    if result.kernel in EVERY_BASELINE:
         return torch_label(name, result.code, result.backend)
     return name + (OLDER if result in older else "")
 
@@ -110,8 +129,8 @@ def _numbers(result: Result) -> tuple[str, str, str]:
     return significant(result.ms), f"{result.tflops:.1f}", f"{result.rel_err:.1e}".replace("e-0", "e-")
 
 
-def _ratio(results: Results, result: Result) -> str:
-    ratio = results.ratio(result)
+def _ratio(results: Results, result: Result, to: str = RATIO_TO) -> str:
+    ratio = results.ratio(result, to)
     return "" if ratio is None else f"{ratio:.2f}"
 
 

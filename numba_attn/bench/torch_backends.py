@@ -7,6 +7,8 @@ from contextlib import contextmanager, nullcontext
 
 BACKENDS = {"torch_default": None, "torch_math": "MATH", "torch_efficient": "EFFICIENT_ATTENTION"}
 """Names of the baselines; torch's name of the backend that each is held to, None for torch's own choice."""
+TF32_BACKENDS = {"torch_math_tf32": "MATH"}
+"""The same of those whose products are TF32's."""
 
 
 def cuda_torch():
@@ -19,12 +21,12 @@ def cuda_torch():
 
 
 @contextmanager
-def tf32_off(torch) -> Iterator[None]:
-    """fp32 products of torch in fp32, whatever its flags say; they are restored."""
+def tf32(torch, on: bool) -> Iterator[None]:
+    """fp32 products of torch in TF32 or in fp32, whatever its flags say; they are restored."""
     switches = torch.backends.cuda.matmul, torch.backends.cudnn
     before = [switch.allow_tf32 for switch in switches]
     for switch in switches:
-        switch.allow_tf32 = False
+        switch.allow_tf32 = on
     try:
         yield
     finally:
@@ -32,18 +34,20 @@ def tf32_off(torch) -> Iterator[None]:
             switch.allow_tf32 = value
 
 
-def held_to(torch, name: str):
+@contextmanager
+def held_to(torch, name: str) -> Iterator[None]:
     """A context in which torch's attention takes the baseline's backend or raises RuntimeError."""
-    backend = BACKENDS[name]
-    if backend is None:
-        return nullcontext()
-    return torch.nn.attention.sdpa_kernel([getattr(torch.nn.attention.SDPBackend, backend)])
+    backend = {**BACKENDS, **TF32_BACKENDS}[name]
+    kernel = torch.nn.attention.sdpa_kernel
+    with kernel([getattr(torch.nn.attention.SDPBackend, backend)]) if backend else nullcontext():
+        with tf32(torch, on=True) if name in TF32_BACKENDS else nullcontext():
+            yield
 
 
 def backend_of(torch, name: str, q, k, v, is_causal: bool) -> str:
     """The backend that serves the baseline, or 'unknown' where torch does not tell."""
-    if BACKENDS[name] is not None:
-        return BACKENDS[name].lower()
+    if backend := {**BACKENDS, **TF32_BACKENDS}[name]:
+        return backend.lower()
     try:
         choice = torch._fused_sdp_choice(q, k, v, is_causal=is_causal)  # private: there is no public way to ask
         return torch.nn.attention.SDPBackend(choice).name.lower()

@@ -8,7 +8,7 @@ from pathlib import Path
 
 from numba_attn import launch
 from numba_attn.bench import document, problems
-from numba_attn.bench.contenders import BASELINES, Contender, by_names, contenders, standard_names
+from numba_attn.bench.contenders import EVERY_BASELINE, LOWER_BASELINES, Contender, by_names, contenders, standard_names
 from numba_attn.bench.measure import BUDGET_S, DoesNotFitError, Measurement, measure
 from numba_attn.bench.problems import DTYPES, PROBLEMS, NamedProblem
 from numba_attn.cli.check import lost_gpu
@@ -18,11 +18,12 @@ from numba_attn.cli.measured import fault_lines, measured_table
 from numba_attn.cli.screen import Progress, one_line
 from numba_attn.kernel import Kernel
 from numba_attn.kernels import KERNELS
+from numba_attn.problem import PRECISIONS
 
-DESCRIPTION = f"""Check kernels and torch's backends ({", ".join(BASELINES)}) against float64, and time those that are
-right, in turns on the same inputs. Without arguments the standard run: all kernels at the headline problem, the
-likely ones at the others. Problems: {", ".join(known.name for known in PROBLEMS)}, or any name like them. Exit status 1
-if a result is wrong, a kernel fails, or nothing could be timed."""
+DESCRIPTION = f"""Check kernels and torch's backends ({", ".join(EVERY_BASELINE)}) against float64, and time those
+that are right, in turns on the same inputs. Without arguments the standard run: all kernels at the headline problem,
+the likely ones at the others. Problems: {", ".join(known.name for known in PROBLEMS)}, or any name like them. Exit
+status 1 if a result is wrong, a kernel fails, or nothing could be timed."""
 
 
 def add_arguments(parser) -> None:
@@ -30,6 +31,8 @@ def add_arguments(parser) -> None:
     shape = "a problem by its numbers, Dv = D unless given; may be repeated"
     parser.add_argument("--shape", action="append", default=[], metavar="B,H,Lq,Lk,D[,Dv]", help=shape)
     parser.add_argument("--causal", action="store_true", help="the problems asked for under causality")
+    precision = "accuracy class that the problems asked for ask for; with tf32 also torch's math backend with TF32 on"
+    parser.add_argument("--precision", choices=PRECISIONS, help=precision)
     parser.add_argument("--dtype", choices=DTYPES, default="fp32", help="type of --shape's arrays")
     kernel = f"{KERNEL_HELP}, or one of torch's; may be repeated"
     parser.add_argument("--kernel", action="append", default=[], metavar="KERNEL", help=kernel)
@@ -50,7 +53,9 @@ def run(args) -> int:
     require_toolkit()
     if args.json is not None:
         make_room(args.json)
-    print(f"{launch.device_facts(0).name}: GPU time between events, median of rounds; TF32 off")
+    lower = any(known.problem.precision == "tf32" for known in chosen)
+    but = f" but in {', '.join(LOWER_BASELINES['tf32'])}" if lower else ""
+    print(f"{launch.device_facts(0).name}: GPU time between events, median of rounds; TF32 off{but}")
     measurements, skipped = [], 0
     with Progress() as progress:
         for number, known in enumerate(chosen):
@@ -97,10 +102,12 @@ def chosen_problems(args) -> list[NamedProblem]:
     except ValueError as error:
         raise CommandError(str(error), status=2) from None
     found = found or list(PROBLEMS)
-    if args.causal:
-        if not (args.problem or args.shape):
-            raise CommandError("--causal needs --problem or --shape", status=2)
-        found = [problems.with_causal(known) for known in found]
+    facts = {"is_causal": True} if args.causal else {}
+    facts |= {"precision": args.precision} if args.precision else {}
+    if facts and not (args.problem or args.shape):
+        option = "--causal" if args.causal else "--precision"
+        raise CommandError(f"{option} needs --problem or --shape", status=2)
+    found = [problems.changed(known, **facts) for known in found]
     return list(dict.fromkeys(found))
 
 
@@ -120,12 +127,12 @@ def asked_for(names: list[str], kernels: list[Kernel], known: NamedProblem) -> l
     device = launch.device_facts(0)
     if not names:
         return by_names(known, standard_names(known, device), device)
-    return contenders(known.problem, kernels, [name for name in BASELINES if name in names], device)
+    return contenders(known.problem, kernels, [name for name in EVERY_BASELINE if name in names], device)
 
 
 def kernels_of(names: list[str]) -> list[Kernel]:
     """The kernels among the names; one of a file that has a registered one's name gets another, as in `explain`."""
-    found = list(dict.fromkeys(find(name)[0] for name in names if name not in BASELINES))
+    found = list(dict.fromkeys(find(name)[0] for name in names if name not in EVERY_BASELINE))
     registered = {kernel.name: kernel for kernel in KERNELS}
     return [
         kernel if registered.get(kernel.name, kernel) is kernel else replace(kernel, name=f"{kernel.name} (given)")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterator
+from dataclasses import replace
 
 import numpy as np
 
@@ -16,14 +17,14 @@ from numba_attn.cli.screen import Progress, one_line
 from numba_attn.interop import numpy_arrays
 from numba_attn.kernel import Kernel
 from numba_attn.kernels import KERNELS
-from numba_attn.problem import H200, Device
+from numba_attn.problem import H200, PRECISIONS, Device
 from numba_attn.sim.time_limit import TimeLimit, time_limit
 
 DESCRIPTION = """Hold kernels to the matrix of problems (numba_attn.testing): O and lse against float64, with the error
-budget of the kernel's accuracy class, and every stray write. On the GPU if there is one; in the simulator with --sim or
-without a GPU: smaller problems, at the kernel's smallest tiles, every access checked and no case longer than a
-minute. One line per failing case, but a failure that many share is counted after its first few; exit status 1 if there
-is any."""
+budget of the class that the kernel gives at the problem's precision, and every stray write. On the GPU if there is one;
+in the simulator with --sim or without a GPU: smaller problems, at the kernel's smallest tiles, every access checked and
+no case longer than a minute. One line per failing case, but a failure that many share is counted after its first few;
+exit status 1 if there is any."""
 
 SIMULATED_CASE_S = 60
 SHOWN = 3  # of the failures with the same message
@@ -32,6 +33,8 @@ SHOWN = 3  # of the failures with the same message
 def add_arguments(parser) -> None:
     parser.add_argument("kernel", nargs="?", metavar="KERNEL", help=f"{KERNEL_HELP}; all registered ones without it")
     parser.add_argument("--sim", action="store_true", help="in the simulator, also where there is a GPU")
+    precision = "the same problems at this precision: fp32, or tf32, for which by itself there are only a few"
+    parser.add_argument("--precision", choices=PRECISIONS, help=precision)
     parser.add_argument("-k", dest="only", metavar="TEXT", help="only the cases with TEXT in their name, like causal")
 
 
@@ -46,6 +49,8 @@ def run(args) -> int:
         device, matrix, evaluate = launch.device_facts(0), testing.cases(), run_on_gpu
         print(f"on {device.name}")
         kernels = list(those_that_run(kernels, device))
+    if args.precision:
+        matrix = dict.fromkeys(replace(case, precision=args.precision) for case in matrix)
     cases = [case for case in matrix if args.only is None or args.only in str(case)]
     if not cases:
         raise CommandError(f"no case has {args.only!r} in its name", status=2)
@@ -100,7 +105,7 @@ def check_case(case: testing.Case, kernels, device, evaluate):
                 yield kernel, "refused", reason
                 continue
             expected = expected or testing.Expected(*testing.make_inputs(case), **case.kwargs)
-            expected.check(*evaluate(kernel, case), accuracy=kernel.accuracy)
+            expected.check(*evaluate(kernel, case), accuracy=kernel.accuracy_at(case.problem))
         except TimeLimit:
             yield kernel, "failed", f"not done after {SIMULATED_CASE_S:g} s in the simulator"
         except (AssertionError, sim.SimulationError) as error:
@@ -113,7 +118,7 @@ def check_case(case: testing.Case, kernels, device, evaluate):
 
 def simulate(kernel: Kernel, case: testing.Case) -> tuple[np.ndarray, np.ndarray]:
     with time_limit(SIMULATED_CASE_S):
-        return sim.attention(*testing.make_inputs(case), **case.kwargs, return_lse=True, kernel=kernel)
+        return sim.attention(*testing.make_inputs(case), **case.options, return_lse=True, kernel=kernel)
 
 
 def run_on_gpu(kernel: Kernel, case: testing.Case) -> tuple[np.ndarray, np.ndarray]:
@@ -125,7 +130,7 @@ def run_on_gpu(kernel: Kernel, case: testing.Case) -> tuple[np.ndarray, np.ndarr
         torch, _ = torch_backends.cuda_torch()
         arrays = [torch.as_tensor(array, device="cuda") for array in arrays]
     q, k, v, o = arrays
-    _, lse = api.attention(q, k, v, **case.kwargs, return_lse=True, kernel=kernel, out=o)
+    _, lse = api.attention(q, k, v, **case.options, return_lse=True, kernel=kernel, out=o)
     buffer = out.buffer.copy_to_host()
     target.check(buffer)
     lse = lse.cpu().numpy() if hasattr(lse, "cpu") else lse.copy_to_host()

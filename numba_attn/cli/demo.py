@@ -97,5 +97,5 @@ def simulate() -> int:
 
 def simulated_error(kernel, inputs, expected: testing.Expected) -> float:
     o, lse = sim.attention(*inputs, return_lse=True, kernel=kernel)
-    expected.check(o, lse, accuracy=kernel.accuracy)
+    expected.check(o, lse, accuracy=kernel.accuracy_at(SIMULATED.problem))
     return float(np.linalg.norm(o - expected.o) / np.linalg.norm(expected.o))

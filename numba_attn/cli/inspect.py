@@ -8,7 +8,7 @@ from numba_attn.cli.precompile import HEADER, row
 from numba_attn.cli.screen import table
 from numba_attn.cli.targets import device_of, launches_of
 from numba_attn.launch import compiler
-from numba_attn.problem import Problem
+from numba_attn.problem import PRECISIONS, Problem
 
 DESCRIPTION = """Compile the config that serves one head dim and show its registers, bytes of spills, stack and shared
 memory, or its PTX. No GPU is needed."""
@@ -19,6 +19,7 @@ def add_arguments(parser) -> None:
     parser.add_argument("--arch", default="sm_90a", metavar="sm_XX", help="architecture, sm_90a without one")
     parser.add_argument("--head-dim", type=int, default=64, metavar="D", help="head dim of Q, K and V, 64 without one")
     parser.add_argument("--causal", action="store_true", help="the config for causal calls")
+    parser.add_argument("--precision", choices=PRECISIONS, default="fp32", help="fp32 without one")
     parser.add_argument("--ptx", action="store_true", help="print the PTX instead")
 
 
@@ -28,7 +29,8 @@ def run(args) -> int:
     device, D = device_of(args.arch), args.head_dim
     if D < 1:
         raise CommandError(f"--head-dim is {D}: it must be at least 1", status=2)
-    problem = Problem(1, 1, 1, 1024, 1024, D, D, is_causal=args.causal, vector=1 if D % 4 else 4)
+    sizes, vector = (1, 1, 1, 1024, 1024, D, D), 1 if D % 4 else 4
+    problem = Problem(*sizes, is_causal=args.causal, vector=vector, precision=args.precision)
     if reason := kernel.supports(problem, device):
         raise CommandError(f"{kernel.name} cannot serve this: {reason}", status=2)
     pieces = launches_of(kernel, kernel.config(problem, device), problem)

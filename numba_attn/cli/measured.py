@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from numba_attn.bench.contenders import BASELINES, torch_label
+from numba_attn.bench.contenders import EVERY_BASELINE, torch_label
 from numba_attn.bench.measure import Entry, Measurement, tflops
 from numba_attn.bench.tables import significant
 from numba_attn.cli.screen import one_line, table
@@ -35,10 +35,10 @@ def _megabytes(size: int | None) -> str:
 
 
 def label(entry: Entry) -> str:
-    """Its name; for torch also the version and the backend that served."""
-    if entry.name in BASELINES:
+    """Its name; for torch also the version and the backend that served, for a kernel its class where it is not fp32."""
+    if entry.name in EVERY_BASELINE:
         return torch_label(entry.name, entry.contender.code, entry.facts.get("backend"))
-    return entry.name
+    return entry.name if entry.contender.accuracy == "fp32" else f"{entry.name} ({entry.contender.accuracy})"
 
 
 def fault_lines(measured: Measurement) -> list[str]:

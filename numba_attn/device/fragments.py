@@ -71,12 +71,12 @@ def scatter_c(C: np.ndarray) -> np.ndarray:
 
 
 def mma(a, b, c) -> np.ndarray:
-    """Registers [32, 4] of C + A B."""
-    return scatter_c(multiply(gather_a(a), gather_b(b), gather_c(c)))
+    """Registers [32, 4] of C + A B, as Hopper's tensor cores sum them."""
+    return scatter_c(multiply_add(gather_a(a), gather_b(b), gather_c(c)))
 
 
-def multiply(A, B, C) -> np.ndarray:
-    """C + A B of any A[rows, 16] and B[16, columns] of halves, as Hopper's tensor cores sum them.
+def multiply_add(A, B, C) -> np.ndarray:
+    """C + A B in fp32 as Hopper's tensor cores sum, of halves A [rows, 16] and B [16, columns], however many they are.
 
     The 16 products and C are aligned to the largest exponent among them and truncated to `SUM_BITS` bits behind the
     point; their sum is truncated to fp32. Source: MMA-Sim (arXiv 2511.10909); Ampere keeps one bit less, and sums 8

@@ -7,9 +7,13 @@ from llvmlite import ir
 from numba.cuda import types
 from numba.cuda.extending import intrinsic
 
-from numba_attn.device.verb import twin_of
+from numba_attn.device.verb import twin_of, verb
 
 LOG2E = np.float32(1.4426950408889634)
+LN2 = np.float32(0.693147122859955)
+LN2_REST = np.float32(np.log(2) - float(LN2))
+"""Positive, so that -inf times ln 2 is -inf in both parts."""
+ZERO = np.float32(0)
 
 
 def cdiv(a: int, b: int) -> int:
@@ -65,6 +69,28 @@ def from_bits(typingctx, i):
 @twin_of(from_bits)
 def _from_bits(thread, i):
     return np.int32(i).view(np.float32)
+
+
+@verb
+def product_of(a, b):
+    """a b, rounded: no compiler contracts it with a sum that it is a term of, as it may a product of `*`."""
+    return fma(a, b, ZERO)
+
+
+@verb
+def two_sum(a, b):
+    """(a + b, what its rounding lost), exactly, whichever is larger. Source: Knuth, TAOCP 2, 4.2.2."""
+    total = a + b
+    part = total - a
+    return total, (a - (total - part)) + (b - part)
+
+
+@verb
+def add_product(total, rest, a, b):
+    """(total, rest) + a b to twice fp32's digits; without `rest`, and where not finite, the plain sum."""
+    product = product_of(a, b)
+    total, lost = two_sum(total, product)
+    return total, rest + (lost + fma(a, b, -product))
 
 
 @intrinsic

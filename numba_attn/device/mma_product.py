@@ -7,7 +7,7 @@ and `TILE` columns in shared memory, images of `split_half`.
 from __future__ import annotations
 
 from numba_attn.device.fragments import K, M, N
-from numba_attn.device.mma_tile import _half_of, _load, _products
+from numba_attn.device.mma_tile import half_of, load_matrices, products_of
 from numba_attn.device.split_half import (
     BLOCK_COLUMNS,
     ROW_BYTES,
@@ -20,6 +20,7 @@ from numba_attn.device.split_half import (
 from numba_attn.device.unrolled import unrolled
 from numba_attn.device.verb import verb
 
+HALVES, PRODUCTS = 2, 3
 TILE = BLOCK_COLUMNS
 """Rows and columns of a tile: one block of columns."""
 TILE_BYTES = image_bytes(TILE, TILE)
@@ -80,11 +81,11 @@ def multiply(m_rows: int, n_columns: int, chain: int, transposed: bool):
     def multiply(e, C, a, b, factor):
         for first in range(0, steps, chain):
             now = range(first, min(first + chain, steps))
-            lefts = [[_load(e, a, TILE, TILE, M * i, 2 * step) for step in now] for i in m_tiles]
+            lefts = [[load_matrices(e, a, TILE, TILE, M * i, 2 * step, HALVES) for step in now] for i in m_tiles]
             for j in range(0, n_columns // N, 2):
                 places = [(K * step, j) if transposed else (N * j, 2 * step) for step in now]
-                pairs = [_load(e, b, TILE, TILE, *place, transposed) for place in places]
-                sums = _products(e, lefts, [[_half_of(pair, n) for pair in pairs] for n in range(2)])
+                pairs = [load_matrices(e, b, TILE, TILE, *place, HALVES, transposed) for place in places]
+                sums = products_of(e, lefts, [[half_of(pair, n) for pair in pairs] for n in range(2)], PRODUCTS)
                 for (i, n), registers in sums.items():
                     for r, x in enumerate(registers):
                         C[i, j + n, r] = e.fma(x, factor[i, r // 2], C[i, j + n, r])

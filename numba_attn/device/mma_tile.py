@@ -5,7 +5,9 @@ and columns 8 j .. + 7; a value per row is [i, h] for row 16 i + 8 h + lane // 4
 Operands are images in shared memory (see `split_half`).
 
 Every product of fp32 numbers is three of halves, small ones first: they meet a small sum. The tensor core truncates its
-sums, so each sum starts from zero after a few steps and is added up in fp32, where it rounds to nearest.
+sums, so each sum starts from zero after a few steps and is added up in fp32, where it rounds to nearest. What scores
+lose on average is made up for at no cost (`lost_by_scores`). For class tf32 the product of hi and hi is all, and what
+sums are truncated by does not show.
 """
 
 from __future__ import annotations
@@ -16,8 +18,8 @@ import numpy as np
 from numba import cuda, int32
 
 from numba_attn.device.fragments import K, M, N
-from numba_attn.device.math import fma
-from numba_attn.device.split_half import CHUNK, ROW_BYTES, of_log2, plane_bytes, split
+from numba_attn.device.math import LN2, LN2_REST, fma
+from numba_attn.device.split_half import CHUNK, ROW_BYTES, plane_bytes, split
 from numba_attn.device.unrolled import unrolled
 from numba_attn.device.verb import verb
 
@@ -36,34 +38,56 @@ def lane_of_chunks(lane):
     return ((lane >> 4) * 8 + r) * ROW_BYTES + (((lane >> 3 & 1) ^ r) << 4)
 
 
-def _load(e, address, rows: int, columns: int, row: int, chunk: int, transposed: bool = False):
-    """hi and lo of four 8 x 8 matrices of an image, from a row and an even chunk on."""
+def halves_of(products: int) -> int:
+    """Halves that so many products take of each number."""
+    return 1 if products == 1 else 2
+
+
+def load_matrices(
+    e, address, rows: int, columns: int, row: int, chunk: int, halves: int, transposed: bool = False
+) -> list:
+    """hi, or hi and lo, of four 8 x 8 matrices of an image, from a row and an even chunk on."""
     # The lane's part holds its chunk's place in bits 4 to 6: another chunk of the block is one exclusive or away.
     block, place = divmod(chunk, CHUNK)
     start = (address ^ (place << 4)) + (block * rows + row) * ROW_BYTES
-    return e.ldmatrix(start, transposed), e.ldmatrix(start + plane_bytes(rows, columns), transposed)
+    return [e.ldmatrix(start + half * plane_bytes(rows, columns), transposed) for half in range(halves)]
 
 
-def _half_of(pair, n: int) -> tuple:
-    """(hi, lo) of the n-th of the two B fragments that four matrices make."""
-    hi, lo = pair
-    return hi[2 * n : 2 * n + 2], lo[2 * n : 2 * n + 2]
+def half_of(halves, n: int) -> list:
+    """hi, or hi and lo, of the n-th of the two B fragments that four matrices make."""
+    return [half[2 * n : 2 * n + 2] for half in halves]
 
 
 SHORT = 64
 """Columns of a short sum."""
+LOST_ONCE = 0.72 * 2.0**-24
+"""What a sum loses by one truncation to 24 bits, relative to it: half an ulp, averaged over mantissas."""
+
+
+def lost_by_scores(columns: int, chain: int) -> float:
+    """What a sum of `scores` loses by truncation, on average, relative to it: the factor of Q makes up for it.
+
+    It is truncated at the size of each of its partial sums: after each product of hi and hi, and, unless all small
+    products come first, after two small ones on top of it. Sums of O are left as they are: one key that has all the
+    weight loses nothing.
+    """
+    steps = min(chain, -(-columns // K))
+    large, small = sum(range(1, steps + 1)), 0 if columns <= SHORT else 2 * sum(range(steps))
+    return LOST_ONCE * (large + small) / steps
+
+
 SMALL_FIRST = ((1, 1), (1, 0), (0, 1), (0, 0))
 """The four products, as which half (0: hi, 1: lo) of the left and of the right operand they take."""
 
 
-def _products(e, lefts: list, rights: list) -> list:
-    """sum_k lefts[i][k] rights[n][k] for all i and n, from zero: lists over k of (hi, lo) fragments.
+def products_of(e, lefts: list, rights: list, products: int) -> list:
+    """sum_k lefts[i][k] rights[n][k] for all i and n, from zero: lists over k of fragments by half.
 
     Small products first; neighbours in the code belong to different sums, so that none waits for the one before it.
     """
     sums = {(i, n): [e.number(0.0)] * 4 for i in range(len(lefts)) for n in range(len(rights))}
     steps = range(len(lefts[0]))
-    order = [(k, a, b) for k in steps for a, b in ((1, 0), (0, 1))] + [(k, 0, 0) for k in steps]
+    order = [(k, a, b) for k in steps for a, b in SMALL_FIRST[-products:-1]] + [(k, 0, 0) for k in steps]
     for k, a, b in order:
         for i, n in sums:
             sums[i, n] = e.mma(lefts[i][k][a], rights[n][k][b], sums[i, n])
@@ -74,13 +98,14 @@ def scores(q_rows: int, q_image_rows: int, k_rows: int, columns: int, chain: int
     """The verb `qk(S, q, k)`: S = Q K^T, in units of both tiles' scales.
 
     q, k: shared addresses of the images plus `lane_of_rows` and `lane_of_chunks`; that of Q may hold more rows than
-    the warp's. `products` are three, or four with that of lo and lo. A sum moves on to fp32 after `chain` steps of 16
-    columns. In short sums, where few truncations show, the small products of all columns come before those of hi and
-    hi; in longer ones each step's do: the operands are read once, and registers last.
+    the warp's. `products` are three, four with that of lo and lo, or one: then images have one plane. A sum moves on to
+    fp32 after `chain` steps of 16 columns. In short sums, where few truncations show, the small products of all columns
+    come before those of hi and hi; in longer ones each step's do: the operands are read once, and registers last.
     """
     m_tiles, n_tiles, steps = range(q_rows // M), range(k_rows // N), range(-(-columns // K))
+    planes = halves_of(products)
     order = [(step, SMALL_FIRST[-products:]) for step in steps]
-    if columns <= SHORT:
+    if columns <= SHORT and products > 1:
         order = [(step, halves[:-1]) for step, halves in order] + [(step, halves[-1:]) for step, halves in order]
 
     @unrolled
@@ -90,13 +115,13 @@ def scores(q_rows: int, q_image_rows: int, k_rows: int, columns: int, chain: int
         sums, total = dict.fromkeys(places, zero), {}
 
         for step, halves in order:
-            rows = [_load(e, q, q_image_rows, columns, M * i, 2 * step) for i in m_tiles]
+            rows = [load_matrices(e, q, q_image_rows, columns, M * i, 2 * step, planes) for i in m_tiles]
             for j in n_tiles[::2]:
-                keys = _load(e, k, k_rows, columns, N * j, 2 * step)
+                keys = load_matrices(e, k, k_rows, columns, N * j, 2 * step, planes)
                 for a, b in halves:
                     for i in m_tiles:
                         for n in range(2):
-                            sums[i, j + n] = e.mma(rows[i][a], _half_of(keys, n)[b], sums[i, j + n])
+                            sums[i, j + n] = e.mma(rows[i][a], half_of(keys, n)[b], sums[i, j + n])
             if halves[-1] == SMALL_FIRST[-1] and ((step + 1) % chain == 0 or step == steps[-1]):
                 for place in places:
                     before = total.get(place)
@@ -171,22 +196,23 @@ def _tree(combine, values: list):
     return values[0]
 
 
-def outputs(q_rows: int, k_rows: int, columns: int, chain: int):
+def outputs(q_rows: int, k_rows: int, columns: int, chain: int, products: int = 3):
     """The verb `pv(O, P, alpha, v)`: O = alpha O + P V, P split in the registers that S was summed in.
 
-    v: shared address of the image plus `lane_of_rows`. A sum starts anew after `chain` steps of 16 keys.
+    v: shared address of the image plus `lane_of_rows`. A sum starts anew after `chain` steps of 16 keys. `products` are
+    three or one.
     """
-    m_tiles = range(q_rows // M)
+    m_tiles, halves = range(q_rows // M), halves_of(products)
 
     @unrolled
     def pv(e, O, P, alpha, v):
-        lefts = [[left_fragment(e, P, i, step) for step in range(k_rows // K)] for i in m_tiles]
+        lefts = [[left_fragment(e, P, i, step, halves) for step in range(k_rows // K)] for i in m_tiles]
         for j in range(0, -(-columns // K) * 2, 2):
             for first in range(0, k_rows // K, chain):
                 steps = range(first, min(first + chain, k_rows // K))
-                values = [_load(e, v, k_rows, columns, K * step, j, transposed=True) for step in steps]
-                rights = [[_half_of(pair, n) for pair in values] for n in range(2)]
-                sums = _products(e, [[left[step] for step in steps] for left in lefts], rights)
+                values = [load_matrices(e, v, k_rows, columns, K * step, j, halves, transposed=True) for step in steps]
+                rights = [[half_of(pair, n) for pair in values] for n in range(2)]
+                sums = products_of(e, [[left[step] for step in steps] for left in lefts], rights, products)
                 for (i, n), registers in sums.items():
                     for r, x in enumerate(registers):
                         before = O[i, j + n, r]
@@ -195,11 +221,10 @@ def outputs(q_rows: int, k_rows: int, columns: int, chain: int):
     return pv
 
 
-def left_fragment(e, P, i: int, step: int) -> tuple:
-    """(hi, lo) of P's columns 16 step .. + 15 as a left operand."""
+def left_fragment(e, P, i: int, step: int, halves: int = 2) -> list:
+    """hi, or hi and lo, of P's columns 16 step .. + 15 as a left operand."""
     places = [(j, 2 * h) for j in (2 * step, 2 * step + 1) for h in range(2)]
-    pairs = [split(e, P[i, j, r], P[i, j, r + 1], 1.0) for j, r in places]
-    return [hi for hi, _ in pairs], [lo for _, lo in pairs]
+    return list(zip(*(split(e, P[i, j, r], P[i, j, r + 1], 1.0, halves=halves) for j, r in places), strict=True))
 
 
 def start(q_rows: int, columns: int):
@@ -266,20 +291,16 @@ def finish_wide(q_rows: int, columns: int):
 
 
 def store_lse(q_rows: int):
-    """The verb `store(gLse, m, l, scale, row0, lane)`: gLse[row0 + row] = m in base e + ln l, within gLse.
-
-    m is an exponent of 2 of scores times fp32's scale log2(e), `scale` what was meant: that product's rounding cancels.
-    """
+    """The verb `store(gLse, m, l, row0, lane)`: gLse[row0 + row] = m in base e + ln l, within gLse."""
     m_tiles = q_rows // M
 
     @verb
-    def store(gLse, m, l, scale, row0, lane):
-        hi, lo = of_log2(scale)
+    def store(gLse, m, l, row0, lane):
         for i in range(m_tiles):
             for h in range(2):
                 row = row0 + (lane >> 2) + M * i + 8 * h
                 if lane & 3 == 0 and row < gLse.shape[0]:
-                    gLse[row] = fma(m[i, h], hi, fma(m[i, h], lo, log(l[i, h])))
+                    gLse[row] = fma(m[i, h], LN2, fma(m[i, h], LN2_REST, log(l[i, h])))
 
     return store
 

@@ -5,15 +5,15 @@ from __future__ import annotations
 from math import log
 
 import numpy as np
+from numba import cuda
 from numba.cuda import types
 from numba.cuda.extending import intrinsic
 
-from numba_attn.device.math import LOG2E
+from numba_attn.device.math import LOG2E, ZERO, two_sum
 from numba_attn.device.ptx import emit_ex2, emit_ex2_ftz, emit_max, emit_shfl_bfly, emit_shfl_idx
 from numba_attn.device.verb import twin_of, verb
 
 NEG_INF = np.float32(-np.inf)
-ZERO = np.float32(0)
 ONE = np.float32(1)
 ALL_LANES = 0xFFFFFFFF
 LEAST_EXPONENT = -126
@@ -59,6 +59,16 @@ def warp_sum(typingctx, x):
 @twin_of(warp_sum)
 def _warp_sum(thread, x):
     return _butterfly_twin(thread, x, np.add)
+
+
+@verb
+def warp_two_sum(x, rest):
+    """Sum of (x, rest) over the 32 lanes to twice fp32's digits, the same bits in every lane; x as by `warp_sum`."""
+    for distance in (16, 8, 4, 2, 1):
+        other_rest = cuda.shfl_xor_sync(ALL_LANES, rest, distance)
+        x, lost = two_sum(x, cuda.shfl_xor_sync(ALL_LANES, x, distance))
+        rest = (rest + other_rest) + lost
+    return x, rest
 
 
 @intrinsic

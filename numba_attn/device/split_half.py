@@ -2,6 +2,8 @@
 
     x 2^e = hi + lo     hi = fp16(x 2^e)     lo = fp16(x 2^e - hi)     a b = hi hi + hi lo + lo hi (+ lo lo, dropped)
 
+Q is taken times scale log2(e), to more digits than fp32's, and times what makes up for the truncation of the sums.
+
 One exponent e serves a tile, some rows and up to 256 columns: its largest number comes to lie in [2^14, 2^15). Then
 hi + lo is off by 2^-23 of x, or by 2^-39 of the tile's largest number where x is small; the dropped product is 2^-22 of
 a b at most.
@@ -14,12 +16,18 @@ Halves are as good as fp32 where no sum is made of numbers that lost digits alon
 decides that (`AMAX` ..), and `is_safe` holds for a block of rows of Q against all keys if
 
   - every number is finite;
+  - D >= 16: a score of few products has few rounding errors in fp32, fewer than halves bring along;
   - D max|Q| max|K| <= 2^11, Q being scaled: what is lost of that is less than a rounding of the score's exponential;
     or else most elements of each row of Q and K reach 2^-6 of the largest one, so that many large ones meet in each
     score, and its rounding errors in fp32 are larger than what was lost;
   - no row of V but zero rows is smaller than 2^-12 of the largest: P is split together with its tile's scale.
 
 Rows with fewer than 32 keys are left to fp32 in any case, see `rescue_kernel`.
+
+One half, for results of class tf32: fp16(x 2^e) alone has the 11 significant bits of TF32, and is off by 2^-12 of x,
+or as before by 2^-39 of the tile's largest number. So it loses digits below 2^-28 of that where two halves do below
+2^-16, and what it must not lose is 2^12 times as large: blocks are safe up to D max|Q| max|K| = 2^23 (what is lost of
+a score is 2^-15, P being off by 2^-12 anyway), with rows of V down to 2^-24 of the largest (`SLACK`).
 """
 
 from __future__ import annotations
@@ -53,10 +61,14 @@ DENSE = np.float32(2.0**-4)
 """Of a tile's largest magnitude: what more than half of a row must reach for LEVEL to be that."""
 Q_LEVEL, K_LEVEL, V_SPREAD = np.float32(2.0**-6), np.float32(2.0**-6), np.float32(2.0**-12)
 MAX_SCORE = np.float32(2.0**11)
+SLACK = {1: np.float32(2.0**12), 2: np.float32(1)}
+"""By halves: how much larger what is lost may be."""
 INF = np.float32(np.inf)
 LEAST_RATIO = np.float32(2.0**-100)
 """Of the scales of V's tiles: one that is smaller holds zeros alone, where a block is safe."""
 LOWEST = np.float32(2.0**-126)
+FEW_COLUMNS = 16
+LOG2E_64 = float(np.log2(np.e))
 
 
 def padded(columns: int) -> int:
@@ -68,13 +80,13 @@ def plane_bytes(rows: int, columns: int) -> int:
     return 2 * rows * padded(columns)
 
 
-def image_bytes(rows: int, columns: int) -> int:
-    """Both planes of one tile."""
-    return 2 * plane_bytes(rows, columns)
+def image_bytes(rows: int, columns: int, halves: int = 2) -> int:
+    """All planes of one tile: that of hi, and with two halves that of lo."""
+    return halves * plane_bytes(rows, columns)
 
 
-def image_words(rows: int, columns: int) -> int:
-    return image_bytes(rows, columns) // WORD_BYTES
+def image_words(rows: int, columns: int, halves: int = 2) -> int:
+    return image_bytes(rows, columns, halves) // WORD_BYTES
 
 
 @verb
@@ -93,14 +105,16 @@ def unit_of(q_unscale, k_unscale):
     return max(q_unscale * k_unscale, LOWEST)
 
 
-@verb
-def of_log2(scale):
-    """(hi, lo) of scale over fp32's scale log2(e): what turns exponents of 2 into those of e."""
-    times = scale * LOG2E
-    if times == ZERO:
-        return ZERO, ZERO
-    hi = scale / times
-    return hi, fma(-hi, times, scale) / times
+def of_log2e(lost: float):
+    """The verb `factor(scale)`: (hi, lo) of scale log2(e) (1 + lost)."""
+    rest = np.float32(LOG2E_64 * (1 + lost) - float(LOG2E))
+
+    @verb
+    def factor(scale):
+        hi = scale * LOG2E
+        return hi, fma(scale, rest, fma(scale, LOG2E, -hi))
+
+    return factor
 
 
 @verb
@@ -121,30 +135,38 @@ def extremes(record, first, last, lane):
 
 
 @verb
-def is_safe(D, q_amax, q_level, k_amax, k_level, v_amax, v_min):
-    """Whether halves lose nothing that plain fp32 keeps; the arguments are `extremes` of the rows and keys involved."""
+def is_safe(D, q_amax, q_level, k_amax, k_level, v_amax, v_min, slack):
+    """Whether halves lose nothing that their class of accuracy keeps.
+
+    The arguments are `extremes` of the rows and keys involved, and the `SLACK` of the halves.
+    """
     highest_score = D * q_amax * k_amax
     finite = (q_amax < INF) & (k_amax < INF) & (v_amax < INF) & (highest_score < INF)
     dense = (q_level >= Q_LEVEL * q_amax) & (k_level >= K_LEVEL * k_amax)
-    return finite & ((highest_score <= MAX_SCORE) | dense) & (v_min >= V_SPREAD * v_amax)
+    scores = (highest_score <= slack * MAX_SCORE) | dense
+    return finite & (D >= FEW_COLUMNS) & scores & (slack * v_min >= V_SPREAD * v_amax)
 
 
 @verb
-def verdict(Q_record, K_record, V_record, head, first, tiles, D, lane):
+def verdict(Q_record, K_record, V_record, head, first, tiles, D, slack, lane):
     """(whether halves lose nothing in so many tiles of Q, from `first` on, for all keys; largest magnitude of V)."""
     rK, rV = K_record[head], V_record[head]
     # The lane of unknown origin: addresses of all three are else found ahead, and kept.
     q_amax, q_level, _ = extremes(Q_record[head], first, first + tiles, opaque(lane))
     k_amax, k_level, _ = extremes(rK, 0, rK.shape[0], opaque(lane))
     v_amax, _, v_min = extremes(rV, 0, rV.shape[0], opaque(lane))
-    return is_safe(float32(D), q_amax, q_level, k_amax, k_level, v_amax, v_min), v_amax
+    return is_safe(float32(D), q_amax, q_level, k_amax, k_level, v_amax, v_min, slack), v_amax
 
 
-def split(e, low, high, scale) -> tuple:
-    """(hi, lo) of scale times two numbers, packed; the product is not rounded before it is split."""
+def split(e, low, high, scale, rest=None, halves: int = 2) -> tuple:
+    """(hi, lo), or (hi,) alone, of scale + rest times two numbers, packed; that is not rounded before it is split."""
     hi = e.halves(low * scale, high * scale)
-    hi_low, hi_high = e.unpack(hi)
-    return hi, e.halves(e.fma(low, scale, -hi_low), e.fma(high, scale, -hi_high))
+    if halves == 1:
+        return (hi,)
+    los = [e.fma(x, scale, -half) for x, half in zip((low, high), e.unpack(hi), strict=True)]
+    if rest is not None:
+        los = [e.fma(x, rest, lo) for x, lo in zip((low, high), los, strict=True)]
+    return hi, e.halves(*los)
 
 
 def image_word(rows: int):
@@ -163,21 +185,22 @@ def row_step(rows: int) -> int:
     return max(8, rows // 4)
 
 
-def write_image(rows: int, columns: int):
-    """The verb `write(image, word, X, scale)`: both planes of a tile from X[i, 0..7], this thread's chunks.
+def write_image(rows: int, columns: int, halves: int = 2):
+    """The verb `write(image, word, X, scale, rest)`: the planes of a tile from X[i, 0..7], this thread's chunks.
 
-    X[i] is one chunk of row r + i row_step(rows); `image` a 1-D tensor of words, two halves each, and `word` the place
-    of X[0] in it: the tile's first word plus `image_word(rows)(r, chunk)`.
+    They are of scale + rest times X, `rest` being below a rounding of `scale`. X[i] is one chunk of row
+    r + i row_step(rows); `image` a 1-D tensor of words, two halves each, and `word` the place of X[0] in it: the tile's
+    first word plus `image_word(rows)(r, chunk)`.
     """
     step = row_step(rows)
 
     @unrolled
-    def write(e, image, word, X, scale):
+    def write(e, image, word, X, scale, rest):
         for i in range(rows // step):
-            pairs = [split(e, X[i, c], X[i, c + 1], scale) for c in range(0, CHUNK, 2)]
+            pairs = [split(e, X[i, c], X[i, c + 1], scale, rest, halves) for c in range(0, CHUNK, 2)]
             at = word + i * (step * ROW_BYTES // WORD_BYTES)
-            e.store(image, (at,), [hi for hi, _ in pairs])
-            e.store(image, (at + plane_bytes(rows, columns) // WORD_BYTES,), [lo for _, lo in pairs])
+            for plane, words in enumerate(zip(*pairs, strict=True)):
+                e.store(image, (at + plane * (plane_bytes(rows, columns) // WORD_BYTES),), words)
 
     return write
 

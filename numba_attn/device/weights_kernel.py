@@ -14,10 +14,11 @@ from math import log
 from numba import cuda, float32
 
 from numba_attn.device.mask import Mask
-from numba_attn.device.math import fma
+from numba_attn.device.math import LN2, LN2_REST, fma
 from numba_attn.device.rescue_kernel import FEW_KEYS
 from numba_attn.device.softmax import NEG_INF, ONE, ZERO, exp2, finite_max
-from numba_attn.device.split_half import extremes, is_safe, of_log2
+from numba_attn.device.split_half import SLACK as SLACKS
+from numba_attn.device.split_half import extremes, is_safe
 
 
 @dataclass(frozen=True)
@@ -27,19 +28,20 @@ class WeightsConfig:
     group: int
     """Keys of a group."""
     is_causal: bool
+    halves: int = 2
 
 
 def build_weights(config: WeightsConfig):
-    """`weights(Q, K, Q_record, K_record, V_record, M, L, V_amax, unsafe, lse, scale, first_row)`.
+    """`weights(Q, K, Q_record, K_record, V_record, M, L, V_amax, unsafe, lse, first_row)`.
 
     M[head, group, row] becomes w, V_amax[head] the largest magnitude of V, unsafe[head, m_block] 1 where halves would
     lose digits: such blocks are left as they are.
     """
-    BLOCK_M, GROUP = config.rows, config.group
+    BLOCK_M, GROUP, SLACK = config.rows, config.group, SLACKS[config.halves]
     end_of_row = Mask(config.is_causal).end
 
     @cuda.jit
-    def weights(Q, K, Q_record, K_record, V_record, M, L, V_amax, unsafe, lse, scale, first_row):
+    def weights(Q, K, Q_record, K_record, V_record, M, L, V_amax, unsafe, lse, first_row):
         # who am I: block -> batch, head, m_block; a thread has a row
         H, Lq, D, Lk = Q.shape[1], Q.shape[2], Q.shape[3], K.shape[2]
         m_blocks = unsafe.shape[1]
@@ -53,7 +55,7 @@ def build_weights(config: WeightsConfig):
         q_amax, q_level, _ = extremes(rQ, m_block * q_tiles, (m_block + 1) * q_tiles, lane)
         k_amax, k_level, _ = extremes(rK, 0, rK.shape[0], lane)
         v_amax, _, v_min = extremes(rV, 0, rV.shape[0], lane)
-        safe = is_safe(float32(D), q_amax, q_level, k_amax, k_level, v_amax, v_min) and Lk >= FEW_KEYS
+        safe = is_safe(float32(D), q_amax, q_level, k_amax, k_level, v_amax, v_min, SLACK) and Lk >= FEW_KEYS
         if tid == 0:
             unsafe[head, m_block] = 0 if safe else 1
             V_amax[head] = v_amax
@@ -75,7 +77,6 @@ def build_weights(config: WeightsConfig):
         for g in range(groups):
             gM[g, row] = exp2(gM[g, row] - base) * inverse
         if row < lse.shape[2]:
-            hi, lo = of_log2(scale)
-            lse[head // H, head % H, row] = fma(m, hi, fma(m, lo, log(l)))
+            lse[head // H, head % H, row] = fma(m, LN2, fma(m, LN2_REST, log(l)))
 
     return weights

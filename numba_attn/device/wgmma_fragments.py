@@ -20,7 +20,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from numba_attn.device.fragments import C_COL, C_ROW, M, gather_a, multiply
+from numba_attn.device.fragments import C_COL, C_ROW, M, gather_a, multiply_add
 
 STEP = 16
 """Columns (of Q and K) or rows (of V) of one product."""
@@ -74,7 +74,7 @@ def sum_of_products(lefts, rights) -> np.ndarray:
     """Registers [128, columns / 2] of sum_k A_k B_k^T: lists of A_k[64, 16] and B_k[columns, 16], summed in order."""
     total = np.zeros((GROUP_ROWS, len(rights[0])), np.float32)
     for A, B in zip(lefts, rights, strict=True):
-        total = multiply(A, B.T, total)
+        total = multiply_add(A, B.T, total)
     tiles = total.reshape(GROUP_ROWS // M, M, -1, 8)  # [warp, row, tile of columns, column]
     registers = tiles[:, C_ROW, :, C_COL]  # [lane, register, warp, tile]
     return np.ascontiguousarray(registers.transpose(2, 0, 3, 1)).reshape(GROUP_THREADS, -1)

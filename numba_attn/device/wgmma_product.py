@@ -8,12 +8,17 @@ ring: one slot has the tiles of A, two more the tiles of B, 128 columns each, th
 from __future__ import annotations
 
 import numpy as np
-from numba import cuda, int32
+from numba import cuda
 
 from numba_attn.device.fragments import N
-from numba_attn.device.mma_product import TILE, TILE_BYTES, TILE_WORDS
-from numba_attn.device.ptx_sm90 import fence_mbarrier_init, mbarrier_arrive_expect, mbarrier_init, mbarrier_wait
-from numba_attn.device.split_half import ROW_BYTES, UNSCALE, WORD_BYTES, plane_bytes, split, unit_of
+from numba_attn.device.mma_product import TILE
+from numba_attn.device.ptx_sm90 import (
+    fence_mbarrier_init,
+    mbarrier_arrive_expect,
+    mbarrier_init,
+    mbarrier_wait,
+)
+from numba_attn.device.split_half import ROW_BYTES, UNSCALE, plane_bytes, unit_of
 from numba_attn.device.unrolled import unrolled
 from numba_attn.device.verb import verb
 from numba_attn.device.wgmma_fragments import STEP, Matrix
@@ -21,11 +26,14 @@ from numba_attn.device.wgmma_tile import BARRIER_BYTES, SMALL_FIRST
 
 GROUPS = 2
 """Warpgroups that multiply: as many rows as a slot has."""
-SLOT_BYTES = 2 * TILE_BYTES
 AT_ONCE = 2 * TILE
 """Columns of one sum."""
 PLANE_BYTES = plane_bytes(TILE, TILE)
-PLANE_WORDS = PLANE_BYTES // WORD_BYTES
+
+
+def slot_bytes(halves: int) -> int:
+    """Of two tiles."""
+    return 2 * halves * PLANE_BYTES
 
 
 def place(heaviest_first: bool):
@@ -44,8 +52,15 @@ def place(heaviest_first: bool):
     return place
 
 
-def start_ring(slots: int, readers: int):
-    """The verb `start(ring, tid)`: the barriers of all slots, behind them: full, one arrival; read, `readers`."""
+def ring(slots: int, readers: int, halves: int) -> tuple:
+    """The verbs of a ring of slots and, behind them, two barriers of each: full, one arrival; read, `readers`.
+
+    start(ring, tid): make the barriers, by all threads of the block.
+    claim(ring, turn): wait until all have read the slot, and say what comes; by the thread that copies. Returns the
+        shared addresses of the slot and of its barrier.
+    give_back(ring, turn, is_reporter): this warp has read the slot; is_reporter in one of its lanes.
+    """
+    SLOT_BYTES = slot_bytes(halves)
     full = slots * SLOT_BYTES
 
     @verb
@@ -58,46 +73,43 @@ def start_ring(slots: int, readers: int):
         # The barriers are there for all.
         cuda.syncthreads()
 
-    return start
-
-
-def claim(slots: int):
-    """The verb `claim(ring, turn)`: wait until all have read the slot, and say what comes; by the thread that copies.
-
-    Returns the shared addresses of the slot and of its barrier.
-    """
-    full = slots * SLOT_BYTES
-
     @verb
     def claim(ring, turn):
         slot = turn >> 1
         barrier = ring + full + slot * BARRIER_BYTES
+        # The products that read the slot are complete: what they read may be overwritten.
         mbarrier_wait(barrier + slots * BARRIER_BYTES, (turn & 1) ^ 1)
         mbarrier_arrive_expect(barrier, SLOT_BYTES)
         return ring + slot * SLOT_BYTES, barrier
 
-    return claim
+    @unrolled
+    def give_back(e, ring, turn, is_reporter):
+        barrier = ring + (full + slots * BARRIER_BYTES) + (turn >> 1) * BARRIER_BYTES
+        e.mbarrier_arrive(barrier, is_reporter)
+
+    return start, claim, give_back
 
 
-def copy_left():
+def copy_left(halves: int):
     """The verb `copy(target, image, word, step, barrier)`: the tiles of A from `word` on, `step` words apart."""
 
     @unrolled
     def issue(e, target, image, word, step, barrier):
+        n_bytes = halves * PLANE_BYTES
         for i in range(GROUPS):
-            e.copy_bulk(target + i * TILE_BYTES, e.address(image, word), 0, TILE_BYTES, barrier)
+            e.copy_bulk(target + i * n_bytes, e.address(image, word), 0, n_bytes, barrier)
             word = word + step
 
     return issue
 
 
-def copy_right():
+def copy_right(halves: int):
     """The verb `copy(target, image, word, step, barrier)`: two tiles of B, their planes of hi together first."""
 
     @unrolled
     def issue(e, target, image, word, step, barrier):
         for i in range(2):
-            for plane in range(2):
+            for plane in range(halves):
                 source = e.address(image, word)
                 to = target + (2 * plane + i) * PLANE_BYTES
                 e.copy_bulk(to, source, plane * PLANE_BYTES, PLANE_BYTES, barrier)
@@ -106,7 +118,7 @@ def copy_right():
     return issue
 
 
-def multiply(half: int, slots: int, transposed: bool):
+def multiply(half: int, slots: int, transposed: bool, halves: int):
     """The verb `multiply(C, a, ring, a_turn, b_turn, factor, is_reporter)`: the columns 128 half .. + 127 of C.
 
     C += factor A B^T, or `transposed`, factor A B, over one tile of each. a: bytes from a slot to the warpgroup's tile;
@@ -114,7 +126,9 @@ def multiply(half: int, slots: int, transposed: bool):
     warp, which gives the slot of B back. The sum starts from zero, small products first, and is added in fp32.
     """
     steps = range(TILE // STEP)
-    order = [(step, *halves) for step in steps for halves in SMALL_FIRST[1:3]] + [(step, 0, 0) for step in steps]
+    small = SMALL_FIRST[1:3] if halves == 2 else ()
+    order = [(step, *which) for step in steps for which in small] + [(step, 0, 0) for step in steps]
+    SLOT_BYTES = slot_bytes(halves)
 
     def place(turn, ring):
         slot = turn >> 1
@@ -147,17 +161,6 @@ def multiply(half: int, slots: int, transposed: bool):
     return multiply
 
 
-def give_back(slots: int):
-    """The verb `give_back(ring, turn, is_reporter)`: this warp has read the slot."""
-
-    @unrolled
-    def give_back(e, ring, turn, is_reporter):
-        barrier = ring + (slots * (SLOT_BYTES + BARRIER_BYTES)) + (turn >> 1) * BARRIER_BYTES
-        e.mbarrier_arrive(barrier, is_reporter)
-
-    return give_back
-
-
 def load_units(panels: int):
     """The verb `load(unit, record, first, step, q_unscale)`: unit[i, h] of the tiles first + i step of K."""
 
@@ -186,116 +189,6 @@ def load_factors(panels: int):
                 factor[i, h] = record[min(first + i, end - 1), UNSCALE] * w
 
     return load
-
-
-def masked(panels: int, end_of_row):
-    """The verb `mask(S, row0, col0, Lk, lane)`: as `mma_tile.masked`, over panels."""
-
-    @unrolled
-    def select(e, S, ends):
-        for i in range(panels):
-            for j in range(TILE // N):
-                for r in range(4):
-                    S[i, j, r] = e.where(ends[r // 2] > TILE * i + N * j + r % 2, S[i, j, r], -np.inf)
-
-    @verb
-    def mask(S, row0, col0, Lk, lane):
-        ends = cuda.local.array(2, int32)  # counted from this lane's first column
-        for h in range(2):
-            ends[h] = end_of_row(row0 + (lane >> 2) + 8 * h, Lk) - col0 - 2 * (lane & 3)
-        select(S, ends)
-
-    return mask
-
-
-def _four_columns(e, odd, left: tuple, right: tuple) -> list:
-    """Four neighbouring columns of two fragments that stand side by side, this lane having two of each.
-
-    Lanes 0 and 2 of a row get columns 0 .. 3 and 4 .. 7 of the left one, lanes 1 and 3 those of the right one.
-    """
-    theirs = [e.shfl_xor(e.where(odd, x, y), 1) for x, y in zip(left, right, strict=True)]
-    first = [e.where(odd, x, y) for x, y in zip(theirs, left, strict=True)]
-    return first + [e.where(odd, x, y) for x, y in zip(right, theirs, strict=True)]
-
-
-def store_image(panels: int):
-    """The verb `store(image, word, P, n, lane)`: the first n panels of P as halves, each in its own tile.
-
-    image: 1-D tensor of words; word: where the first panel's plane of hi has the warp's first row.
-    """
-
-    @unrolled
-    def put(e, image, word, place, odd, P, n):
-        for i in range(panels):
-            for h in range(2):
-                for j in range(0, TILE // N, 2):
-                    p = _four_columns(e, odd, *((P[i, k, 2 * h], P[i, k, 2 * h + 1]) for k in (j, j + 1)))
-                    pairs = [split(e, *p[:2], 1.0), split(e, *p[2:], 1.0)]
-                    at = word + (TILE_WORDS * i + 8 * h * (ROW_BYTES // WORD_BYTES)) + (place ^ (4 * j))
-                    e.store(image, (at,), [hi for hi, _ in pairs], n > i)
-                    e.store(image, (at + PLANE_WORDS,), [lo for _, lo in pairs], n > i)
-
-    @verb
-    def store(image, word, P, n, lane):
-        # Row lane // 4 has chunk j at j ^ lane // 4, and in it this lane's four columns.
-        row, odd = lane >> 2, lane & 1
-        put(image, word + row * (ROW_BYTES // WORD_BYTES), ((row ^ odd) << 2) + (lane & 2), odd == 1, P, n)
-
-    return store
-
-
-def store_statistics(panels: int):
-    """The verb `store(gM, gL, m, l, group, n, row0, lane)`: m and the sum of l over the lanes of a row.
-
-    gM[group + i, row0 + row] belongs to panel i, of the first n.
-    """
-
-    @unrolled
-    def add_lanes(e, l):
-        for i in range(panels):
-            for h in range(2):
-                for distance in (1, 2):
-                    l[i, h] = l[i, h] + e.shfl_xor(l[i, h], distance)
-
-    @verb
-    def store(gM, gL, m, l, group, n, row0, lane):
-        add_lanes(l)
-        if lane & 3 == 0:
-            for i in range(panels):
-                if i < n:
-                    for h in range(2):
-                        row = row0 + (lane >> 2) + 8 * h
-                        gM[group + i, row] = m[i, h]
-                        gL[group + i, row] = l[i, h]
-
-    return store
-
-
-def store_outputs(panels: int, vector: int):
-    """The verb `store(gO, C, unit, row0, col0, lane)`: gO[row0 + row, col0 + column] = unit C, within gO.
-
-    vector: elements (4, or 1) of an access to the rows of gO.
-    """
-
-    @unrolled
-    def put(e, gO, C, unit, row, col, odd, rows, columns):
-        for i in range(panels):
-            for h in range(2):
-                at = row + 8 * h
-                for j in range(0, TILE // N, 2):
-                    left, right = ([C[i, k, 2 * h + r] * unit for r in range(2)] for k in (j, j + 1))
-                    four = _four_columns(e, odd, left, right)
-                    for c in range(0, 4, vector):
-                        place = at, col + (TILE * i + N * j + c)
-                        e.store(gO, place, four[c : c + vector], (at < rows) & (place[1] < columns))
-
-    @verb
-    def store(gO, C, unit, row0, col0, lane):
-        odd = lane & 1
-        col = col0 + odd * N + 2 * (lane & 2)
-        put(gO, C, unit, row0 + (lane >> 2), col, odd == 1, gO.shape[0], gO.shape[1])
-
-    return store
 
 
 def start(panels: int):

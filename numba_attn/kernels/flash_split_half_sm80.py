@@ -1,7 +1,7 @@
 """fp32 accuracy on tensor cores: operands split into fp16 halves, three products each, by `mma.sync`.
 
 Ninth rung of the ladder. To the eighth, flash_fp32, it adds tensor cores. Bound by their time and by the issue slots of
-all other instructions, which hardly overlap.
+all other instructions, which hardly overlap. For precision tf32 the same with one half and one product each.
 
 Algorithm. Three launches:
 
@@ -12,16 +12,18 @@ Algorithm. Three launches:
              3.  l = alpha l + rowsum P
              4.  O = alpha O + P V      P split in the registers that S was summed in
              and after the last tile O = O / l, lse = m + ln l.
-    rescue   blocks for which halves would lose digits (`is_safe`), and rows with few keys, in plain fp32.
+    rescue   blocks for which halves would lose digits (`is_safe`), and rows with few keys, in fp32.
 
 Work split. One block per (batch, head, WARPS Q_ROWS query rows); a warp owns Q_ROWS of them whole, so that row
 statistics need two shuffles and P never leaves its registers. Tiles of K and V take turns in a ring of SLOTS slots.
 
-Memory. Images take the bytes of Q, K and V again, columns padded to 64. Shared: 4 WARPS Q_ROWS PADDED bytes for Q, 4
-K_ROWS PADDED for each slot. Registers per lane: Q_ROWS COLUMNS / 32 for O, Q_ROWS K_ROWS / 32 for S.
+Memory. Images take the bytes of Q, K and V again, columns padded to 64; with one half, half of that. Shared: 2 HALVES
+WARPS Q_ROWS PADDED bytes for Q, 2 HALVES K_ROWS PADDED for each slot. Registers per lane: Q_ROWS COLUMNS / 32 for O,
+Q_ROWS K_ROWS / 32 for S.
 
 Numerics. A number is off by 2^-23, a product by 2^-22 of it at most; sums are truncated within 16 S_CHAIN columns (S)
-or 16 O_CHAIN keys (O), and rounded to nearest beyond. Against float64, normwise: 5e-7 on normal inputs.
+or 16 O_CHAIN keys (O), and rounded to nearest beyond; what S loses by that on average is made up for. With one half a
+number is off by 2^-12, a product by 2^-11: normwise 4e-4.
 
 Limits. Compute capability 8.0, head dims up to 256, images of one head within 512 MB.
 
@@ -35,25 +37,14 @@ from itertools import product
 
 from numba import cuda, float32
 
-from numba_attn.device import mma_tile
+from numba_attn.device import mma_tile, split_half
 from numba_attn.device.mask import Mask
 from numba_attn.device.math import bits, cdiv
 from numba_attn.device.mma_tile import lane_of_chunks, lane_of_rows
 from numba_attn.device.ptx import cp_async_commit, cp_async_wait
 from numba_attn.device.rescue_kernel import FEW_KEYS
 from numba_attn.device.smem import shared_memory
-from numba_attn.device.split_half import (
-    PEAK,
-    ROW_BYTES,
-    UNSCALE,
-    copy_image,
-    extremes,
-    image_bytes,
-    is_safe,
-    peak_of,
-    scales,
-    unit_of,
-)
+from numba_attn.device.split_half import PEAK, ROW_BYTES, UNSCALE, extremes, is_safe, peak_of, scales, unit_of
 from numba_attn.device.tile import WARP
 from numba_attn.images import ImageBatches
 from numba_attn.kernel import Kernel, Launch, Workspace
@@ -69,11 +60,11 @@ class Config:
     slots: int
     min_blocks: int = 1
     s_chain: int = 2
-    """Steps of 16 columns after which a sum of S moves on to fp32."""
+    """Steps of 16 columns after which a sum of S moves on to fp32; of one product only the last."""
     o_chain: int = 2
     """Steps of 16 keys, of O."""
     products: int = 3
-    """For Q K^T. The fourth, lo lo, shows beside the rounding errors of very short sums only."""
+    """Of halves: 1 for precision tf32. The fourth, lo lo of Q K^T, shows beside rounding errors of short sums only."""
     is_causal: bool = False
 
     def __post_init__(self):
@@ -89,17 +80,16 @@ class Config:
         return self.warps * self.q_rows
 
     @property
-    def q_bytes(self) -> int:
-        return image_bytes(self.block_m, self.d_bucket)
+    def halves(self) -> int:
+        return mma_tile.halves_of(self.products)
 
-    @property
-    def slot_bytes(self) -> int:
-        return image_bytes(self.k_rows, self.d_bucket)
+    def bytes_of(self, rows: int) -> int:
+        return split_half.image_bytes(rows, self.d_bucket, self.halves)
 
     @property
     def smem_bytes(self) -> int:
         """Q, and behind it the ring of slots for K and V."""
-        return self.q_bytes + self.slots * self.slot_bytes
+        return self.bytes_of(self.block_m) + self.slots * self.bytes_of(self.k_rows)
 
 
 # 32 rows a warp halve the shared loads per product, where registers for O last; 8 warps of 255 registers fill an SM.
@@ -113,6 +103,13 @@ TILES = (
     Config(192, warps=8, q_rows=16, k_rows=32, slots=4),
     Config(256, warps=8, q_rows=16, k_rows=32, slots=3),
     Config(256, warps=4, q_rows=16, k_rows=32, slots=3),
+)
+# For precision tf32: images of half the size.
+ONE_PRODUCT = (
+    Config(64, warps=4, q_rows=32, k_rows=32, slots=4, min_blocks=2, products=1),
+    Config(128, warps=8, q_rows=32, k_rows=32, slots=4, products=1),
+    Config(256, warps=8, q_rows=16, k_rows=32, slots=4, products=1),
+    Config(256, warps=4, q_rows=16, k_rows=32, slots=4, products=1),
 )
 LEAST_ROWS, LEAST_FLOP = 64, 1e9  # below which other kernels are faster
 
@@ -129,6 +126,8 @@ def supports(problem: Problem, device: Device) -> str | None:
 
 
 def suits(problem: Problem, device: Device) -> str | None:
+    if problem.D < split_half.FEW_COLUMNS:
+        return f"fewer than {split_half.FEW_COLUMNS} columns: done one key at a time in fp32, halves would lose digits"
     if problem.Lq < LEAST_ROWS:
         return f"fewer than {LEAST_ROWS} rows a head: most of a block would be empty"
     if problem.flop < LEAST_FLOP:
@@ -137,24 +136,27 @@ def suits(problem: Problem, device: Device) -> str | None:
 
 
 def config(problem: Problem, device: Device) -> Config:
-    wide = [tiles for tiles in TILES if tiles.d_bucket >= max(problem.D, problem.Dv)]
+    table = ONE_PRODUCT if problem.precision == "tf32" else TILES
+    wide = [tiles for tiles in table if tiles.d_bucket >= max(problem.D, problem.Dv)]
     fitting = [tiles for tiles in wide if tiles.smem_bytes <= device.smem_per_block_bytes]
-    return replace((fitting or TILES[-1:])[0], is_causal=problem.is_causal)
+    return replace((fitting or table[-1:])[0], is_causal=problem.is_causal)
 
 
 def configs():
-    for tiles, is_causal in product(TILES, (False, True)):
+    for tiles, is_causal in product(TILES + ONE_PRODUCT, (False, True)):
         yield replace(tiles, is_causal=is_causal)
 
 
 def small_config(problem: Problem) -> Config:
     d_bucket = cdiv(max(problem.D, problem.Dv), 16) * 16
-    products = 4 if d_bucket <= 32 else 3
+    products = 1 if problem.precision == "tf32" else 4 if d_bucket <= 32 else 3
     return Config(d_bucket, warps=2, q_rows=16, k_rows=32, slots=3, products=products, is_causal=problem.is_causal)
 
 
 def images(problem: Problem, config: Config) -> ImageBatches:
-    return ImageBatches(problem, config.k_rows, config.d_bucket, config.block_m)
+    halves = config.halves
+    lost = mma_tile.lost_by_scores(config.d_bucket, config.s_chain) if halves == 2 else 0.0
+    return ImageBatches(problem, config.k_rows, config.d_bucket, config.block_m, lost=lost, halves=halves)
 
 
 def workspace(problem: Problem, config: Config) -> dict[str, Workspace]:
@@ -168,7 +170,7 @@ def launches(problem: Problem, config: Config) -> tuple[Launch, ...]:
 
 def build_flash(config: Config):
     Q_ROWS, K_ROWS, SLOTS, COLUMNS = config.q_rows, config.k_rows, config.slots, config.d_bucket
-    BLOCK_M, Q_BYTES, SLOT_BYTES = config.block_m, config.q_bytes, config.slot_bytes
+    BLOCK_M, Q_BYTES, SLOT_BYTES = config.block_m, config.bytes_of(config.block_m), config.bytes_of(K_ROWS)
     Q_IMAGE_BYTES, Q_TILES, BLOCK_WORDS, SLOT_WORDS = SLOT_BYTES, BLOCK_M // K_ROWS, Q_BYTES // 4, SLOT_BYTES // 4
     # With an even number of slots K and V of a tile arrive together, with half the barriers.
     PAIRED = SLOTS % 2 == 0
@@ -176,36 +178,32 @@ def build_flash(config: Config):
     AHEAD_IS_V = AHEAD % 2 == 1  # what is copied while a tile of K is read
     IS_CAUSAL, M_TILES = config.is_causal, Q_ROWS // 16
     S_SHAPE, O_SHAPE, ROW_SHAPE = (M_TILES, K_ROWS // 8, 4), (M_TILES, cdiv(COLUMNS, 16) * 2, 4), (M_TILES, 2)
+    SLACK, S_CHAIN = split_half.SLACK[config.halves], COLUMNS if config.halves == 1 else config.s_chain
     end_of_row = Mask(config.is_causal).end
-    copy_q, copy_tile = copy_image(Q_BYTES, config.threads), copy_image(SLOT_BYTES, config.threads)
+    copy_q, copy_tile = (split_half.copy_image(n_bytes, config.threads) for n_bytes in (Q_BYTES, SLOT_BYTES))
     wait_slot = cp_async_wait(AHEAD // 2 - 1 if PAIRED else AHEAD - 1)
     wait_all = cp_async_wait(0)
     start = mma_tile.start(Q_ROWS, COLUMNS)
     following = mma_tile.ring(SLOTS)
-    qk = mma_tile.scores(Q_ROWS, K_ROWS, K_ROWS, COLUMNS, config.s_chain, config.products)
+    qk = mma_tile.scores(Q_ROWS, K_ROWS, K_ROWS, COLUMNS, S_CHAIN, config.products)
     mask = mma_tile.masked(Q_ROWS, K_ROWS, end_of_row)
     softmax = mma_tile.softmax(Q_ROWS, K_ROWS)
-    pv = mma_tile.outputs(Q_ROWS, K_ROWS, COLUMNS, config.o_chain)
+    pv = mma_tile.outputs(Q_ROWS, K_ROWS, COLUMNS, config.o_chain, min(config.products, 3))
     finish = mma_tile.finish(Q_ROWS, COLUMNS)
     store_lse = mma_tile.store_lse(Q_ROWS)
 
     @cuda.jit
-    def flash_split_half(
-        Q, K, Q_image, K_image, V_image, Q_record, K_record, V_record, unsafe, O, lse, scale, first_row
-    ):
+    def flash_split_half(Q, K, Q_image, K_image, V_image, Q_record, K_record, V_record, unsafe, O, lse, first_row):
         # who am I: block -> batch, head, m_block; a warp owns Q_ROWS query rows
         H, Lq, D, Lk = Q.shape[1], Q.shape[2], Q.shape[3], K.shape[2]
         m_blocks = unsafe.shape[1]
         head, m_block = cuda.blockIdx.x // m_blocks, cuda.blockIdx.x % m_blocks
         if IS_CAUSAL:
             # The last rows have the most keys: start with those of all heads, so that no long block comes last.
-            heads = unsafe.shape[0]
-            head, m_block = cuda.blockIdx.x % heads, m_blocks - 1 - cuda.blockIdx.x // heads
-        b, h = head // H, head % H
-        tid = cuda.threadIdx.x
+            head, m_block = cuda.blockIdx.x % unsafe.shape[0], m_blocks - 1 - cuda.blockIdx.x // unsafe.shape[0]
+        b, h, tid = head // H, head % H, cuda.threadIdx.x
         lane, own_row = tid & 31, (tid >> 5) * Q_ROWS
-        m0 = m_block * BLOCK_M
-        row0 = m0 + own_row
+        m0, row0 = m_block * BLOCK_M, m_block * BLOCK_M + own_row
         rQ, rK, rV, gK, gV = Q_record[head], K_record[head], V_record[head], K_image[head], V_image[head]
 
         # halves only where they lose nothing
@@ -213,7 +211,7 @@ def build_flash(config: Config):
         q_amax, q_level, _ = extremes(rQ, q_tile, q_tile + Q_TILES, lane)
         k_amax, k_level, _ = extremes(rK, 0, rK.shape[0], lane)
         v_amax, _, v_min = extremes(rV, 0, rV.shape[0], lane)
-        safe = is_safe(float32(D), q_amax, q_level, k_amax, k_level, v_amax, v_min) and Lk >= FEW_KEYS
+        safe = is_safe(float32(D), q_amax, q_level, k_amax, k_level, v_amax, v_min, SLACK) and Lk >= FEW_KEYS
         if tid == 0:
             unsafe[head, m_block] = 0 if safe else 1
         if not safe:
@@ -281,7 +279,7 @@ def build_flash(config: Config):
         # finish: O = acc / l, lse = m + ln l
         wait_all()  # without a key, for Q
         finish(O[b, h], acc, l, v_unscale / PEAK, row0, lane)
-        store_lse(lse[b, h], m, l, scale, row0, lane)
+        store_lse(lse[b, h], m, l, row0, lane)
 
     return flash_split_half
 
@@ -290,6 +288,7 @@ KERNEL = Kernel(
     name="flash_split_half_sm80",
     summary="operands split into fp16 halves, three tensor-core products each, by mma.sync",
     accuracy="fp32",
+    lower_accuracies=("tf32",),
     supports=supports,
     suits=suits,
     config=config,

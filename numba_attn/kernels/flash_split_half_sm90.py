@@ -22,8 +22,7 @@ Q and each slot have two barriers: full (the bytes are there) and read (all warp
 Memory. Images take the bytes of Q, K and V again, columns padded to 64. Shared: 256 GROUPS PADDED bytes for Q, 256 PART
 for each slot. Registers a thread: COLUMNS / 2 for O, O_COLUMNS / 2 for its sums; 32 for S, 32 S_CHAINS for its sums.
 
-Numerics. As flash_split_half_sm80; sums are truncated within 64 columns (S) or one tile of keys (O). Against float64,
-normwise: 5e-7 on normal inputs.
+Numerics. As flash_split_half_sm80; sums are truncated within 64 columns (S) or one tile of keys (O).
 
 Limits. Compute capability 9.0, head dims up to 256, images of one head within 512 MB.
 
@@ -44,7 +43,18 @@ from numba_attn.device.ptx import opaque
 from numba_attn.device.ptx_sm90 import mbarrier_arrive_expect, mbarrier_wait, setmaxnreg
 from numba_attn.device.rescue_kernel import FEW_KEYS
 from numba_attn.device.smem import shared_memory, shared_tile
-from numba_attn.device.split_half import PEAK, UNSCALE, image_bytes, padded, peak_of, scales, unit_of, verdict
+from numba_attn.device.softmax import ONE
+from numba_attn.device.split_half import (
+    FEW_COLUMNS,
+    PEAK,
+    UNSCALE,
+    image_bytes,
+    padded,
+    peak_of,
+    scales,
+    unit_of,
+    verdict,
+)
 from numba_attn.device.tile import WARP
 from numba_attn.device.wgmma_fragments import GROUP_ROWS, GROUP_THREADS, STEP
 from numba_attn.device.wgmma_tile import BARRIER_BYTES
@@ -120,6 +130,10 @@ def supports(problem: Problem, device: Device) -> str | None:
 
 
 def suits(problem: Problem, device: Device) -> str | None:
+    if problem.precision == "tf32":
+        return "three products: flash_split_half_sm80 has one for precision tf32"
+    if problem.D < FEW_COLUMNS:
+        return f"fewer than {FEW_COLUMNS} columns: done a few keys at a time in fp32, halves would lose digits"
     if problem.Lq < LEAST_ROWS:
         return f"fewer than {LEAST_ROWS} rows a head: most of a block would be empty"
     if problem.flop < LEAST_FLOP:
@@ -144,7 +158,8 @@ def small_config(problem: Problem) -> Config:
 
 
 def images(problem: Problem, config: Config) -> ImageBatches:
-    return ImageBatches(problem, K_ROWS, config.d_bucket, config.block_m)
+    lost = mma_tile.lost_by_scores(min(GROUP_ROWS, config.d_bucket), GROUP_ROWS // STEP)
+    return ImageBatches(problem, K_ROWS, config.d_bucket, config.block_m, lost=lost)
 
 
 def workspace(problem: Problem, config: Config) -> dict[str, Workspace]:
@@ -179,7 +194,7 @@ def build_flash(config: Config):
 
     @cuda.jit
     def flash_split_half(
-        Q, K, Q_image, K_image, V_image, Q_record, K_record, V_record, unsafe, O, lse, scale, first_row, vector
+        Q, K, Q_image, K_image, V_image, Q_record, K_record, V_record, unsafe, O, lse, first_row, vector
     ):
         # who am I: a block has every gridDim-th task; a warpgroup owns 64 of its query rows, the last one copies
         H, Lq, D, Lk, (heads, m_blocks) = Q.shape[1], Q.shape[2], Q.shape[3], K.shape[2], unsafe.shape
@@ -196,7 +211,7 @@ def build_flash(config: Config):
                 for number in range(cuda.blockIdx.x, heads * m_blocks, cuda.gridDim.x):
                     # halves only where they lose nothing
                     head, m_block = place(number, heads, m_blocks, K_record.shape[1])
-                    safe, v_amax = verdict(Q_record, K_record, V_record, head, m_block * GROUPS, GROUPS, D, lane)
+                    safe, v_amax = verdict(Q_record, K_record, V_record, head, m_block * GROUPS, GROUPS, D, ONE, lane)
                     safe &= Lk >= FEW_KEYS
                     if lane == 0:
                         unsafe[head, m_block] = not safe
@@ -278,7 +293,7 @@ def build_flash(config: Config):
                 b, warp, of_lane = quotient(head, H), opaque(tid) >> 5, opaque(tid) & 31
                 h, row0, v_unscale = head - b * H, m_block * BLOCK_M + warp * WARP_ROWS, scales(opaque(v_bits))[1]
                 finish(O[b, h], acc, l, v_unscale / PEAK, row0, of_lane, vector)
-                store_lse(lse[b, h], m, l, scale, row0, of_lane)
+                store_lse(lse[b, h], m, l, row0, of_lane)
                 q_turn ^= 1
                 mbarrier_wait(q_full, q_turn)
                 number = task[0]

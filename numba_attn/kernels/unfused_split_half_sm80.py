@@ -4,14 +4,11 @@ Tenth rung of the ladder. The ninth, flash_split_half_sm80, keeps O in registers
 gives that up, and with it the order of keys: every block of S is on its own, and so is every block of O. Bound by
 tensor cores, and by the traffic of tiles from L2, 64 KB for each 128 x 128 x 64 products.
 
-Algorithm. Five launches, in base 2; g is a group of 64 keys:
+Algorithm. Five launches, see `two_products`. In two of them, in base 2:
 
-    split     tiles of Q, K and V become images of halves, with one exponent and a record of what was lost per tile.
-    scores    per block of rows and keys:   S = Q K^T     m_g = rowmax S     P = 2^(S - m_g)     l_g = rowsum P
-    weights   per row, over its groups:     m = max m_g   l = sum 2^(m_g - m) l_g   w_g = 2^(m_g - m) / l
-              and lse = m + ln l; and per block of rows whether halves lose digits (`is_safe`).
-    outputs   per block of rows and columns: O = sum w_g P V
-    rescue    blocks for which halves would lose digits, and rows with few keys, in plain fp32.
+    scores    per block of rows and keys, slab by slab of 64 columns:      S = S + units Q K^T
+              then for each group g of 64 keys:   m_g = rowmax S     P = 2^(S - m_g)     l_g = rowsum P
+    outputs   per block of rows and columns, group by group of keys:       O = O + w_g units P V
 
 Work split. One block per (head, BLOCK_M rows, BLOCK_N keys or columns), a warp 32 x 64 of it. Tiles of 64 x 64 of both
 operands come through a ring of SLOTS stages.
@@ -36,7 +33,7 @@ from numba import cuda, float32
 
 from numba_attn.device import mma_product, mma_tile
 from numba_attn.device.mask import Mask
-from numba_attn.device.math import bits, cdiv
+from numba_attn.device.math import bits
 from numba_attn.device.mma_product import TILE, TILE_BYTES, TILE_WORDS
 from numba_attn.device.mma_tile import lane_of_chunks, lane_of_rows
 from numba_attn.device.ptx import cp_async_commit, cp_async_wait
@@ -51,20 +48,18 @@ from numba_attn.device.split_half import (
     unit_of,
 )
 from numba_attn.device.tile import WARP
-from numba_attn.device.weights_kernel import WeightsConfig, build_weights
-from numba_attn.images import IMAGES, RECORDS, Batch, ImageBatches
 from numba_attn.kernel import Kernel, Launch, Workspace
 from numba_attn.problem import Device, Problem
+from numba_attn.two_products import TwoProducts, unsuited
 
-N_COLUMNS = TILE  # of a warp: one group of keys, or one tile of V
+M_ROWS, N_COLUMNS = 32, TILE  # of a warp: one group of keys, or one tile of V
+PATCH_SHAPE, ROW_SHAPE = (M_ROWS // 16, N_COLUMNS // 8, 4), (M_ROWS // 16, 2)
 
 
 @dataclass(frozen=True)
 class Config:
     warps_m: int
     warps_n: int
-    m_rows: int
-    """Of a warp."""
     slots: int
     chain: int = 2
     """Steps of 16 terms after which a sum moves on to fp32."""
@@ -80,16 +75,11 @@ class Config:
 
     @property
     def block_m(self) -> int:
-        return self.warps_m * self.m_rows
+        return self.warps_m * M_ROWS
 
     @property
     def block_n(self) -> int:
         return self.warps_n * N_COLUMNS
-
-    @property
-    def shapes(self) -> tuple:
-        """Of a warp's fragments and row statistics."""
-        return (self.m_rows // 16, N_COLUMNS // 8, 4), (self.m_rows // 16, 2)
 
     @property
     def slot_bytes(self) -> int:
@@ -101,9 +91,7 @@ class Config:
 
 
 # The larger the block, the fewer bytes a product; the ones behind the first are for GPUs with less shared memory.
-TILES = (Config(4, 2, 32, slots=3), Config(4, 2, 32, slots=2), Config(4, 1, 32, slots=2))
-LEAST_ROWS, LEAST_FLOP = 64, 1e9  # below which other kernels are faster
-FUSED_COLUMNS = 256
+TILES = (Config(4, 2, slots=3), Config(4, 2, slots=2), Config(4, 1, slots=2))
 
 
 def supports(problem: Problem, device: Device) -> str | None:
@@ -112,17 +100,11 @@ def supports(problem: Problem, device: Device) -> str | None:
     chosen = config(problem, device)
     if device.smem_per_block_bytes < chosen.smem_bytes:
         return f"needs {chosen.smem_bytes} bytes of shared memory a block, {device.name} has less"
-    return images(problem, chosen).refusal
+    return steps(problem, chosen).images.refusal
 
 
 def suits(problem: Problem, device: Device) -> str | None:
-    if max(problem.D, problem.Dv) <= FUSED_COLUMNS:
-        return f"head dims up to {FUSED_COLUMNS}: P need not go through memory"
-    if problem.Lq < LEAST_ROWS:
-        return f"fewer than {LEAST_ROWS} rows a head: most of a block would be empty"
-    if problem.flop < LEAST_FLOP:
-        return f"less than {LEAST_FLOP:.0e} operations: five launches take longer than they save"
-    return None
+    return unsuited(problem)
 
 
 def config(problem: Problem, device: Device) -> Config:
@@ -136,57 +118,24 @@ def configs():
 
 
 def small_config(problem: Problem) -> Config:
-    return Config(2, 1, 32, slots=2, is_causal=problem.is_causal)
+    return Config(2, 1, slots=2, is_causal=problem.is_causal)
 
 
-def images(problem: Problem, config: Config) -> ImageBatches:
-    groups = cdiv(problem.Lk, config.block_n) * config.warps_n
-
-    def more(heads: int, m_blocks: int) -> dict[str, Workspace]:
-        rows = m_blocks * config.block_m
-        statistics = Workspace((heads, groups, rows))
-        return {
-            "P_image": Workspace((heads, rows // TILE * groups * TILE_WORDS), "uint32"),
-            "M": statistics,
-            "L": statistics,
-            "V_amax": Workspace((heads,)),
-        }
-
-    return ImageBatches(problem, TILE, TILE, config.block_m, config.block_n, more)
+def steps(problem: Problem, config: Config) -> TwoProducts:
+    return TwoProducts(problem, config.block_m, config.block_n, config.block_n, steps_of_sum=config.chain)
 
 
 def workspace(problem: Problem, config: Config) -> dict[str, Workspace]:
-    return images(problem, config).workspace
+    return steps(problem, config).images.workspace
 
 
 def launches(problem: Problem, config: Config) -> tuple[Launch, ...]:
-    sizes = {"threads": config.threads, "smem_bytes": config.smem_bytes}
-    weights = WeightsConfig(config.block_m, TILE, config.is_causal)
-    n_blocks, d_blocks = cdiv(problem.Lk, config.block_n), cdiv(problem.Dv, config.block_n)
-
-    def between(batch: Batch) -> tuple[Launch, ...]:
-        blocks, row = batch.heads * batch.m_blocks, batch.first_row
-        Q_image, K_image, V_image = batch.parts(*IMAGES)
-        Q_record, K_record, V_record = records = batch.parts(*RECORDS)
-        Q, K, O, lse, P, M, L, V_amax, unsafe = batch.parts(
-            "Q", "K", "O", "lse", "P_image", "M", "L", "V_amax", "unsafe"
-        )
-        of_scores = (Q, K, Q_image, K_image, Q_record, K_record, P, M, L, unsafe, row)
-        of_weights = (Q, K, *records, M, L, V_amax, unsafe, lse, "scale", row)
-        of_outputs = (Q, K, P, V_image, V_record, M, V_amax, unsafe, O, row)
-        return (
-            Launch(build_scores, config, of_scores, max(1, blocks * n_blocks), **sizes),
-            Launch(build_weights, weights, of_weights, blocks, weights.rows),
-            Launch(build_outputs, config, of_outputs, blocks * d_blocks, **sizes),
-        )
-
-    return images(problem, config).launches(between)
+    return steps(problem, config).launches(build_scores, build_outputs, config, config.threads, config.smem_bytes)
 
 
 def build_scores(config: Config):
     BLOCK_M, BLOCK_N, WARPS_N, SLOTS = config.block_m, config.block_n, config.warps_n, config.slots
     SLOT_BYTES, M_TILES, N_TILES = config.slot_bytes, config.block_m // TILE, config.block_n // TILE
-    M_ROWS, (PATCH_SHAPE, ROW_SHAPE) = config.m_rows, config.shapes
     end_of_row = Mask(config.is_causal).end
     copy = mma_product.copy_tiles(M_TILES, N_TILES, config.threads)
     wait_slot, following = cp_async_wait(SLOTS - 2), mma_tile.ring(SLOTS)
@@ -264,7 +213,6 @@ def build_scores(config: Config):
 def build_outputs(config: Config):
     BLOCK_M, BLOCK_N, WARPS_N, SLOTS = config.block_m, config.block_n, config.warps_n, config.slots
     SLOT_BYTES, M_TILES, N_TILES = config.slot_bytes, config.block_m // TILE, config.block_n // TILE
-    M_ROWS, (PATCH_SHAPE, ROW_SHAPE) = config.m_rows, config.shapes
     end_of_row = Mask(config.is_causal).end
     copy = mma_product.copy_tiles(M_TILES, N_TILES, config.threads)
     wait_slot, following = cp_async_wait(SLOTS - 2), mma_tile.ring(SLOTS)

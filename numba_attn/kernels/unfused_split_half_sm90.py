@@ -1,32 +1,49 @@
 """fp32 accuracy on tensor cores for wide heads: two products of halves by Hopper's `wgmma`, P in memory between.
 
-To unfused_split_half_sm80 it adds warpgroups that multiply straight from shared memory, and one that does nothing but
-copy: 128 x 256 of S or O a block. Bound by tensor cores, and by the traffic of tiles from L2.
+Twelfth rung of the ladder. To the tenth, unfused_split_half_sm80, it adds warpgroups that multiply straight from shared
+memory, and one that does nothing but copy. Bound by tensor cores, and by the bytes of splitting.
+
+Algorithm. Five launches, see `two_products`. In two of them:
+
+    scores    per block of 128 rows and 256 keys, slab by slab of 64 columns:     S = S + units Q K^T
+              then for each group g of 64 keys:   m_g = rowmax S     P = 2^(S - m_g)     l_g = rowsum P
+    outputs   per block of 128 rows and 256 columns, group by group of keys:      O = O + w_g units P V
+
+Work split. One block an SM, which takes every gridDim-th block of S or O that counts: while one is written, the first
+tiles of the next are on their way. A warpgroup has 64 rows and all columns, one thread of the last copies.
+
+Memory. Images take the bytes of Q, K and V again, columns padded to 64, that of P four bytes a score; batches of heads
+or of blocks of rows keep all below 512 MB. Shared: a ring of slots of 32 KB, each with 128 rows of the left operand or
+128 rows (columns) of the right one. Registers per lane: 128 for S or O, 64 for the sums of one tile.
+
+Numerics. As flash_split_half_sm90: each sum starts from zero at each tile, small products first, and is added in fp32.
+P is split in units of its group's largest, so that its digits last whatever the row's largest is.
+
+Limits. Compute capability 9.0; K and V of one head within 512 MB; grids are for 132 SMs.
+
+Source. Split and sums: Ootomo and Yokota 2022. Partial softmax: Flash-Decoding (Dao et al. 2023).
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 from itertools import product
-from math import ceil
 
 from numba import cuda, float32
 
-from numba_attn.device import mma_tile, wgmma_product, wgmma_tile
+from numba_attn.device import mma_tile, wgmma_panels, wgmma_product, wgmma_tile
 from numba_attn.device.mask import Mask
-from numba_attn.device.math import bits, cdiv
-from numba_attn.device.mma_product import TILE, TILE_BYTES, TILE_WORDS
-from numba_attn.device.ptx_sm90 import named_barrier_of, setmaxnreg
+from numba_attn.device.math import bits
+from numba_attn.device.mma_product import TILE
+from numba_attn.device.ptx_sm90 import setmaxnreg
 from numba_attn.device.smem import shared_memory
 from numba_attn.device.softmax import ONE
-from numba_attn.device.split_half import PEAK, ROW_BYTES, UNSCALE, WORD_BYTES, scales
-from numba_attn.device.split_kernel import SplitConfig, split_beside
-from numba_attn.device.weights_kernel import WeightsConfig, build_weights
+from numba_attn.device.split_half import PEAK, ROW_BYTES, UNSCALE, WORD_BYTES, image_bytes, scales
 from numba_attn.device.wgmma_fragments import GROUP_THREADS
-from numba_attn.device.wgmma_product import AT_ONCE, GROUPS, SLOT_BYTES
-from numba_attn.images import IMAGES, RECORDS, Batch, ImageBatches, Split
+from numba_attn.device.wgmma_product import AT_ONCE, GROUPS
 from numba_attn.kernel import Kernel, Launch, Workspace
 from numba_attn.problem import Device, Problem
+from numba_attn.two_products import TwoProducts, unsuited
 
 BLOCK_M, PANELS = TILE * GROUPS, 4
 BLOCK_N = PANELS * TILE
@@ -39,8 +56,10 @@ REGISTERS = 24, 240  # of a thread that copies, and of one that multiplies: toge
 class Config:
     vector: int
     """Elements (4, or 1) of an access to the rows of O."""
-    is_causal: bool = False
-    slots: int = 7
+    is_causal: bool
+    slots: int
+    halves: int
+    """1 for precision tf32: one product."""
 
     @property
     def threads(self) -> int:
@@ -49,171 +68,79 @@ class Config:
     @property
     def smem_bytes(self) -> int:
         """The ring of slots, and the barriers of each: full, and read."""
-        return self.slots * (SLOT_BYTES + 2 * wgmma_tile.BARRIER_BYTES)
+        return self.slots * (wgmma_product.slot_bytes(self.halves) + 2 * wgmma_tile.BARRIER_BYTES)
 
 
-SPLITTERS = GROUPS + 1  # warpgroups that split beside
-STEPS_OF_SPLIT = 0.4
-"""What splitting a tile costs, in steps of a block of a product, 128 x 256 x 64."""
 SMS = 132
-"""Blocks of a launch at most, each of which takes an SM: more work is dealt out in turns."""
-LEAST_ROWS, LEAST_FLOP = 64, 1e9  # below which other kernels are faster
-FUSED_COLUMNS = 256
+"""Blocks of a launch at most, one for each SM of an H100 or H200: more work is dealt out in turns."""
 
 
 def supports(problem: Problem, device: Device) -> str | None:
     if device.cc != (9, 0):
         return f"multiplies halves by wgmma, of compute capability 9.0 alone: {device.name} has {device.cc}"
-    return images(problem).refusal
+    return steps(problem, config(problem, device).halves).images.refusal
 
 
 def suits(problem: Problem, device: Device) -> str | None:
-    if max(problem.D, problem.Dv) <= FUSED_COLUMNS:
-        return f"head dims up to {FUSED_COLUMNS}: P need not go through memory"
-    if problem.Lq < LEAST_ROWS:
-        return f"fewer than {LEAST_ROWS} rows a head: most of a block would be empty"
-    if problem.flop < LEAST_FLOP:
-        return f"less than {LEAST_FLOP:.0e} operations: five launches take longer than they save"
-    return None
+    return unsuited(problem)
 
 
 def config(problem: Problem, device: Device) -> Config:
-    return Config(4 if problem.vector == 4 else 1, problem.is_causal)
+    slots, halves = (14, 1) if problem.precision == "tf32" else (7, 2)
+    return Config(4 if problem.vector == 4 else 1, problem.is_causal, slots, halves)
 
 
 def configs():
-    for vector, is_causal in product((4, 1), (False, True)):
-        yield Config(vector, is_causal)
+    for vector, is_causal, sizes in product((4, 1), (False, True), ((7, 2), (14, 1))):
+        yield Config(vector, is_causal, *sizes)
 
 
 def small_config(problem: Problem) -> Config:
-    return Config(1, problem.is_causal, slots=4)
+    return Config(1, problem.is_causal, slots=4, halves=1 if problem.precision == "tf32" else 2)
 
 
-def images(problem: Problem) -> ImageBatches:
-    groups = cdiv(problem.Lk, AT_ONCE) * AT_ONCE // TILE
-
-    def more(heads: int, m_blocks: int) -> dict[str, Workspace]:
-        rows = m_blocks * BLOCK_M
-        statistics = Workspace((heads, groups, rows))
-        return {
-            "P_image": Workspace((heads, rows // TILE * groups * TILE_WORDS), "uint32"),
-            "M": statistics,
-            "L": statistics,
-            "V_amax": Workspace((heads,)),
-        }
-
-    return ImageBatches(problem, TILE, TILE, BLOCK_M, AT_ONCE, more)
+def steps(problem: Problem, halves: int) -> TwoProducts:
+    return TwoProducts(problem, BLOCK_M, BLOCK_N, AT_ONCE, SMS, halves=halves)
 
 
 def workspace(problem: Problem, config: Config) -> dict[str, Workspace]:
-    return images(problem).workspace
+    return steps(problem, config.halves).images.workspace
 
 
 def launches(problem: Problem, config: Config) -> tuple[Launch, ...]:
-    tiles, weights = images(problem), WeightsConfig(BLOCK_M, TILE, config.is_causal)
-    n_blocks, d_blocks = cdiv(problem.Lk, BLOCK_N), cdiv(problem.Dv, BLOCK_N)
-
-    def launch(build, blocks: int, steps: int, args: tuple, split: Split) -> Launch:
-        """`blocks` blocks of a product, with as many steps each, beside a split."""
-        n_split = split.last - split.first
-        work = n_split * STEPS_OF_SPLIT / max(1, n_split * STEPS_OF_SPLIT + blocks * steps)
-        splitting = min(n_split, max(ceil(SMS * work), SMS - blocks))
-        grid = splitting + max(1, min(SMS - splitting, blocks))
-        args = (*args, *split.args, split.first, split.last, splitting)
-        return Launch(build, config, args, grid, config.threads, config.smem_bytes)
-
-    def between(batch: Batch, of_values: Split, of_next: Split) -> tuple[Launch, ...]:
-        blocks, row = batch.heads * batch.m_blocks, batch.first_row
-        Q_image, K_image, V_image = batch.parts(*IMAGES)
-        Q_record, K_record, V_record = records = batch.parts(*RECORDS)
-        Q, K, O, lse, P, M, L, V_amax, unsafe = batch.parts(
-            "Q", "K", "O", "lse", "P_image", "M", "L", "V_amax", "unsafe"
-        )
-        of_scores = (Q, K, Q_image, K_image, Q_record, K_record, P, M, L, unsafe, row)
-        of_weights = (Q, K, *records, M, L, V_amax, unsafe, lse, "scale", row)
-        of_outputs = (Q, K, P, V_image, V_record, M, V_amax, unsafe, O, row)
-        return (
-            launch(build_scores, blocks * n_blocks, cdiv(problem.D, TILE), of_scores, of_values),
-            Launch(build_weights, weights, of_weights, blocks, weights.rows),
-            launch(build_outputs, blocks * d_blocks, cdiv(problem.Lk, TILE), of_outputs, of_next),
-        )
-
-    return tiles.launches_beside(between)
+    return steps(problem, config.halves).launches(
+        build_scores, build_outputs, config, config.threads, config.smem_bytes
+    )
 
 
 def build_scores(config: Config):
-    SLOTS = config.slots
+    SLOTS, HALVES = config.slots, config.halves
+    TILE_BYTES = image_bytes(TILE, TILE, HALVES)
+    TILE_WORDS = TILE_BYTES // WORD_BYTES
     end_of_row = Mask(config.is_causal).end
-    few, many = setmaxnreg(REGISTERS[0], more=False), setmaxnreg(REGISTERS[1], more=True)
-    following, claim, give_back = wgmma_tile.ring(SLOTS), wgmma_product.claim(SLOTS), wgmma_product.give_back(SLOTS)
-    copy_left, copy_right = wgmma_product.copy_left(), wgmma_product.copy_right()
-    start_ring = wgmma_product.start_ring(SLOTS, READERS)
-    split = split_beside(SplitConfig(TILE, TILE, config.vector), SPLITTERS, named_barrier_of(GROUP_THREADS))
+    few, many = (setmaxnreg(n, more=more) for n, more in zip(REGISTERS, (False, True), strict=True))
+    following = wgmma_tile.ring(SLOTS)
+    start_ring, claim, give_back = wgmma_product.ring(SLOTS, READERS, HALVES)
+    copy_left, copy_right = wgmma_product.copy_left(HALVES), wgmma_product.copy_right(HALVES)
     start = wgmma_product.start(PANELS)
-    multiply, multiply_more = (wgmma_product.multiply(half, SLOTS, transposed=False) for half in range(2))
+    multiply, multiply_more = (wgmma_product.multiply(half, SLOTS, False, HALVES) for half in range(2))
     load_units = wgmma_product.load_units(PANELS)
-    mask = wgmma_product.masked(PANELS, end_of_row)
+    mask = wgmma_panels.masked(PANELS, end_of_row)
     softmax = mma_tile.softmax(16 * PANELS, TILE)  # statistics of each panel, not of all
-    store_image = wgmma_product.store_image(PANELS)
-    store_statistics = wgmma_product.store_statistics(PANELS)
+    store_image = wgmma_panels.store_image(PANELS, HALVES)
+    store_statistics = wgmma_panels.store_statistics(PANELS)
 
     @cuda.jit
-    def scores(
-        Q,
-        K,
-        Q_image,
-        K_image,
-        Q_record,
-        K_record,
-        P_image,
-        M,
-        L,
-        unsafe,
-        first_row,
-        sQ,
-        sK,
-        sV,
-        sQ_image,
-        sK_image,
-        sV_image,
-        sQ_record,
-        sK_record,
-        sV_record,
-        scale,
-        first,
-        last,
-        splitting,
-    ):
-        # who am I: a block that splits, or one that has every stride-th block of S; a warpgroup there owns 64 rows
+    def scores(Q, K, Q_image, K_image, Q_record, K_record, P_image, M, L, unsafe, first_row):
+        # who am I: every gridDim-th block of S; a warpgroup owns 64 rows of it, the last one copies
         Lq, D, Lk = Q.shape[2], Q.shape[3], K.shape[2]
         heads, m_blocks = unsafe.shape
         tid, group = cuda.threadIdx.x, cuda.threadIdx.x // GROUP_THREADS
-        if cuda.blockIdx.x < splitting:
-            tile, step = first + cuda.blockIdx.x * SPLITTERS + group, splitting * SPLITTERS
-            split(
-                tile,
-                last,
-                step,
-                sQ,
-                sK,
-                sV,
-                sQ_image,
-                sK_image,
-                sV_image,
-                sQ_record,
-                sK_record,
-                sV_record,
-                scale,
-                group,
-                tid % GROUP_THREADS,
-            )
-            return
         slabs, groups = (D + TILE - 1) // TILE, M.shape[1]
         ring = shared_memory()
         start_ring(ring, tid)
         # Blocks that count are dealt out in turns: this one's next starts n0 columns behind the first of the row.
-        turn, n0, stride = 0, (cuda.blockIdx.x - splitting) * BLOCK_N, (cuda.gridDim.x - splitting) * BLOCK_N
+        turn, n0, stride = 0, cuda.blockIdx.x * BLOCK_N, cuda.gridDim.x * BLOCK_N
 
         if tid >= CONSUMERS:
             # copy tiles of Q and K as slots become free
@@ -279,80 +206,36 @@ def build_scores(config: Config):
 
 
 def build_outputs(config: Config):
-    SLOTS = config.slots
+    SLOTS, HALVES = config.slots, config.halves
+    TILE_BYTES = image_bytes(TILE, TILE, HALVES)
+    TILE_WORDS = TILE_BYTES // WORD_BYTES
     end_of_row = Mask(config.is_causal).end
-    few, many = setmaxnreg(REGISTERS[0], more=False), setmaxnreg(REGISTERS[1], more=True)
-    following, claim, give_back = wgmma_tile.ring(SLOTS), wgmma_product.claim(SLOTS), wgmma_product.give_back(SLOTS)
-    copy_left, copy_right = wgmma_product.copy_left(), wgmma_product.copy_right()
-    start_ring = wgmma_product.start_ring(SLOTS, READERS)
-    split = split_beside(SplitConfig(TILE, TILE, config.vector), SPLITTERS, named_barrier_of(GROUP_THREADS))
+    few, many = (setmaxnreg(n, more=more) for n, more in zip(REGISTERS, (False, True), strict=True))
+    following = wgmma_tile.ring(SLOTS)
+    start_ring, claim, give_back = wgmma_product.ring(SLOTS, READERS, HALVES)
+    copy_left, copy_right = wgmma_product.copy_left(HALVES), wgmma_product.copy_right(HALVES)
     start = wgmma_product.start(PANELS)
-    multiply, multiply_more = (wgmma_product.multiply(half, SLOTS, transposed=True) for half in range(2))
+    multiply, multiply_more = (wgmma_product.multiply(half, SLOTS, True, HALVES) for half in range(2))
     load_factors = wgmma_product.load_factors(PANELS)
     place = wgmma_product.place(config.is_causal)
-    store = wgmma_product.store_outputs(PANELS, config.vector)
+    store = wgmma_panels.store_outputs(PANELS, config.vector)
 
     @cuda.jit
-    def outputs(
-        Q,
-        K,
-        P_image,
-        V_image,
-        V_record,
-        W,
-        V_amax,
-        unsafe,
-        O,
-        first_row,
-        sQ,
-        sK,
-        sV,
-        sQ_image,
-        sK_image,
-        sV_image,
-        sQ_record,
-        sK_record,
-        sV_record,
-        scale,
-        first,
-        last,
-        splitting,
-    ):
-        # who am I: a block that splits, or one that has every stride-th block of O; a warpgroup there owns 64 rows
+    def outputs(Q, K, P_image, V_image, V_record, W, V_amax, unsafe, O, first_row):
+        # who am I: every gridDim-th block of O; a warpgroup owns 64 rows of it, the last one copies
         H, Lq, Lk, Dv = Q.shape[1], Q.shape[2], K.shape[2], O.shape[3]
         (heads, m_blocks), d_blocks = unsafe.shape, (Dv + BLOCK_N - 1) // BLOCK_N
         tid, group = cuda.threadIdx.x, cuda.threadIdx.x // GROUP_THREADS
-        if cuda.blockIdx.x < splitting:
-            tile, step = first + cuda.blockIdx.x * SPLITTERS + group, splitting * SPLITTERS
-            split(
-                tile,
-                last,
-                step,
-                sQ,
-                sK,
-                sV,
-                sQ_image,
-                sK_image,
-                sV_image,
-                sQ_record,
-                sK_record,
-                sV_record,
-                scale,
-                group,
-                tid % GROUP_THREADS,
-            )
-            return
         slabs, groups = (Dv + TILE - 1) // TILE, W.shape[1]
         ring = shared_memory()
         start_ring(ring, tid)
         turn = 0
-        own, stride = cuda.blockIdx.x - splitting, cuda.gridDim.x - splitting
 
         if tid >= CONSUMERS:
             # copy tiles of P and V as slots become free
             few()
             if tid == CONSUMERS:
-                for block in range(own, heads * m_blocks * d_blocks, stride):
+                for block in range(cuda.blockIdx.x, heads * m_blocks * d_blocks, cuda.gridDim.x):
                     head, m_block, d_block = place(block, heads, m_blocks, d_blocks)
                     end = end_of_row(first_row + min((m_block + 1) * BLOCK_M, Lq) - 1, Lk)
                     gP, gV = P_image[head], V_image[head]
@@ -373,7 +256,7 @@ def build_outputs(config: Config):
             lane = tid & 31
             acc = cuda.local.array(PATCH_SHAPE, float32)
             factor = cuda.local.array(ROW_SHAPE, float32)
-            for block in range(own, heads * m_blocks * d_blocks, stride):
+            for block in range(cuda.blockIdx.x, heads * m_blocks * d_blocks, cuda.gridDim.x):
                 head, m_block, d_block = place(block, heads, m_blocks, d_blocks)
                 if unsafe[head, m_block] == 0:
                     # O = sum w P V
@@ -400,6 +283,7 @@ KERNEL = Kernel(
     name="unfused_split_half_sm90",
     summary="wide heads: two products of fp16 halves by wgmma, P in memory between",
     accuracy="fp32",
+    lower_accuracies=("tf32",),
     supports=supports,
     suits=suits,
     config=config,

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import contextvars
+from dataclasses import replace
 from functools import partial
 from math import prod
 
 import numpy as np
 
 from numba_attn.kernel import Kernel, Matmul, Part
-from numba_attn.problem import H200, Problem, View, vector_width
+from numba_attn.problem import H200, Problem, View, check_precision, vector_width
 from numba_attn.sim.errors import SimulationError
 from numba_attn.sim.lockstep import Hub
 from numba_attn.sim.rebind import Binder, python_function
@@ -41,7 +42,17 @@ def launch(function, grid, threads, args, smem_bytes: int = 0) -> None:
 
 
 def attention(
-    q, k, v, *, causal=False, scale=None, enable_gqa=False, return_lse=False, kernel=None, config=None
+    q,
+    k,
+    v,
+    *,
+    causal=False,
+    scale=None,
+    enable_gqa=False,
+    return_lse=False,
+    kernel=None,
+    config=None,
+    precision="fp32",
 ) -> np.ndarray | tuple[np.ndarray, np.ndarray]:
     """`O = softmax(scale Q K^T + mask) V` by a kernel's own source.
 
@@ -55,17 +66,19 @@ def attention(
         return_lse: also return the log-sum-exp of the scores.
         kernel: a `Kernel`, registered or not, or a registered one's name. None: the first that supports the problem.
         config: the kernel's config. None: its `small_config`.
+        precision: "fp32", or "tf32" for one product of 11 significant bits where the kernel has that mode.
 
     Returns:
         O: fp32 [B, H, Lq, Dv]; with `return_lse`, (O, lse) with lse fp32 [B, H, Lq].
 
     Raises:
         SimulationError: the kernel is at fault.
-        ValueError: shapes that do not fit together, an unknown kernel, or a problem that the kernel does not support.
+        ValueError: shapes that do not fit together, an unknown kernel or precision, or a problem that the kernel does
+            not support.
         TypeError: an argument that is not an fp32 numpy array, or a scale that is no number.
     """
     q, k, v = (_aligned(name, array) for name, array in (("q", q), ("k", k), ("v", v)))
-    problem = _problem(q, k, v, causal, enable_gqa)
+    problem = replace(_problem(q, k, v, causal, enable_gqa), precision=check_precision(precision))
     kernel = _choose(kernel, problem)
     config = kernel.small_config(problem) if config is None else config
     scale = max(problem.D, 1) ** -0.5 if scale is None else _as_float(scale)

@@ -7,8 +7,9 @@ For every (batch, head), over O and over its rows i, with O64 from `reference.at
     row     max_i ||O_i - O64_i|| / size_i   <= times max_i ||O32_i - O64_i|| / size_i   + unit ||O64_i|| / size_i
     lse     max_i |lse_i - lse64_i|          <= times max_i |lse32_i - lse64_i|          + unit |lse64_i|
 
-Class `fp32` has times = 2 and unit = 2^-23. The last term takes the row i that is worst on the left. Two choices make
-the worst row mean something:
+Class `fp32` has times = 2 and unit = 2^-23. Class `tf32` has times = 2 and unit = 2^-11, and O32 and lse32 are those of
+`reference.attention_tf32`, whose products are of factors with 11 significant bits instead of 24. The last term takes
+the row i that is worst on the left. Two choices make the worst row mean something:
 
 - `size_i` is the norm of row i of softmax(...) |V|, the scale of what was summed. A row of small values beside one of
   large values is judged on its own scale, and a row whose sum cancels is not judged on the accident of its remainder.
@@ -24,6 +25,7 @@ key left must be exactly 0, its lse -inf.
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import numpy as np
@@ -36,13 +38,37 @@ CHANGE = 1e-3  # relative change of the inputs that draws their rounding errors 
 
 @dataclass(frozen=True, slots=True)
 class AccuracyClass:
-    """Budget of a result: `times` the error of the fp32 evaluation plus `unit` of the result's norm."""
+    """Budget of a result: `times` the error of the textbook evaluation plus `unit` of the result's norm."""
 
     times: float
     unit: float
+    evaluate: Callable = reference.attention_fp32
+    """The textbook evaluation."""
 
 
-CLASSES = {"fp32": AccuracyClass(times=2.0, unit=2.0**-23)}
+CLASSES = {
+    "fp32": AccuracyClass(times=2.0, unit=2.0**-23),
+    "tf32": AccuracyClass(times=2.0, unit=2.0**-11, evaluate=reference.attention_tf32),
+}
+
+
+@dataclass
+class Textbook:
+    """A textbook evaluation of one call, and its errors per head."""
+
+    o: np.ndarray
+    lse: np.ndarray
+    judged: np.ndarray
+    """Where errors of o count: it is finite, and so is float64's."""
+    judged_lse: np.ndarray
+    head_error: np.ndarray | None = None
+    row_error: np.ndarray | None = None
+    """Of the worst row, relative to its size."""
+    lse_error: np.ndarray | None = None
+
+    def errors(self, o, lse, o64, lse64) -> tuple[np.ndarray, np.ndarray]:
+        """Per row: the norm of the error of o, and the error of lse, over what is judged."""
+        return _norm(_distance(o, o64, self.judged)), _distance(lse, lse64, self.judged_lse)
 
 
 def assert_accurate(o, lse, q, k, v, *, accuracy: str = "fp32", **kwargs) -> None:
@@ -62,65 +88,70 @@ def assert_accurate(o, lse, q, k, v, *, accuracy: str = "fp32", **kwargs) -> Non
 
 
 class Expected:
-    """What a call should give: the oracle's results and the fp32 evaluation's errors, for many checks of one call."""
+    """What a call should give: the oracle's results and the textbook's errors, for many checks of one call."""
 
     def __init__(self, q, k, v, *, draws: int | None = None, **kwargs):
         """Of the draws that few rows ask for, at most `draws` are made: a smaller budget, in less time."""
-        q, k, v = np.asarray(q), np.asarray(k), np.asarray(v)
+        self._inputs, self._kwargs = tuple(map(np.asarray, (q, k, v))), kwargs
+        q, k, v = self._inputs
         self.o, self.lse = reference.attention(q, k, v, **kwargs)
-        self.o32, self.lse32 = reference.attention_fp32(q, k, v, **kwargs)
-        self.judged = np.isfinite(self.o32) & np.isfinite(self.o)
-        self.judged_lse = np.isfinite(self.lse32) & np.isfinite(self.lse)
         size = _norm(reference.attention(q, k, np.abs(v), **kwargs)[0])
         self.size = np.where(np.isfinite(size) & (size > 0), size, 1)
-
-        errors = [self._errors(self.o32, self.lse32, self.o, self.lse)]
-        rng = np.random.default_rng(0)
         wanted = math.ceil(MIN_ROWS / self.lse.shape[-1]) if self.o.size else 1
-        for _ in range(1, wanted if draws is None else min(wanted, draws)):
-            changed = [_changed(x, rng) for x in (q, k, v)]
-            o32, lse32 = reference.attention_fp32(*changed, **kwargs)
-            errors.append(self._errors(o32, lse32, *reference.attention(*changed, **kwargs)))
-        rows, lses = zip(*errors, strict=True)
-        self.head_error = np.max([_norm(row) for row in rows], axis=0)
-        self.row_error = np.max([(row / self.size).max(-1, initial=0) for row in rows], axis=0)
-        self.lse_error = np.max([lse.max(-1, initial=0) for lse in lses], axis=0)
+        self._draws = wanted if draws is None else min(wanted, draws)
+        self._textbooks: dict[str, Textbook] = {}
+
+    def textbook(self, accuracy: str = "fp32") -> Textbook:
+        """The evaluation that a class is held to."""
+        if accuracy not in CLASSES:
+            raise ValueError(f"unknown accuracy class {accuracy!r}, known: {', '.join(CLASSES)}")
+        if accuracy not in self._textbooks:
+            evaluate = CLASSES[accuracy].evaluate
+            o, lse = evaluate(*self._inputs, **self._kwargs)
+            found = Textbook(o, lse, np.isfinite(o) & np.isfinite(self.o), np.isfinite(lse) & np.isfinite(self.lse))
+            errors = [found.errors(o, lse, self.o, self.lse)]
+            rng = np.random.default_rng(0)
+            for _ in range(1, self._draws):
+                changed = [_changed(x, rng) for x in self._inputs]
+                drawn = evaluate(*changed, **self._kwargs)
+                errors.append(found.errors(*drawn, *reference.attention(*changed, **self._kwargs)))
+            rows, lses = zip(*errors, strict=True)
+            found.head_error = np.max([_norm(row) for row in rows], axis=0)
+            found.row_error = np.max([(row / self.size).max(-1, initial=0) for row in rows], axis=0)
+            found.lse_error = np.max([lse.max(-1, initial=0) for lse in lses], axis=0)
+            self._textbooks[accuracy] = found
+        return self._textbooks[accuracy]
 
     def check(self, o, lse, *, accuracy: str = "fp32") -> None:
         """`assert_accurate` of one result."""
-        if accuracy not in CLASSES:
-            raise ValueError(f"unknown accuracy class {accuracy!r}, known: {', '.join(CLASSES)}")
+        textbook = self.textbook(accuracy)
         budget = CLASSES[accuracy]
-        o, lse = np.asarray(o), self.lse32 if lse is None else np.asarray(lse)
+        o, lse = np.asarray(o), textbook.lse if lse is None else np.asarray(lse)
         for name, x, x64 in (("o", o, self.o), ("lse", lse, self.lse)):
             if x.shape != x64.shape:
                 raise AssertionError(f"{name} has shape {x.shape}, expected {x64.shape}")
-        _check_kind("o", o, self.o32, self.o)
-        _check_kind("lse", lse, self.lse32, self.lse)
+        _check_kind("o", o, textbook.o, self.o)
+        _check_kind("lse", lse, textbook.lse, self.lse)
         _raise_first("o", o, self.o, np.isneginf(self.lse)[..., None] & (o != 0), "its row has no key left")
         if not o.size:
             return
 
-        rows, lses = self._errors(o, lse, self.o, self.lse)
-        norms = _norm(np.where(self.judged, self.o, 0))
+        rows, lses = textbook.errors(o, lse, self.o, self.lse)
+        norms = _norm(np.where(textbook.judged, self.o, 0))
         worst = (rows / self.size).argmax(-1)
         row, norm = _at(rows / self.size, worst), _at(norms / self.size, worst)
         worst_lse = lses.argmax(-1)
-        lse64 = np.where(self.judged_lse, np.abs(self.lse), 0)
+        lse64 = np.where(textbook.judged_lse, np.abs(self.lse), 0)
 
-        errors = _distance(o, self.o, self.judged)
+        errors = _distance(o, self.o, textbook.judged)
         in_worst_row = np.where((np.arange(rows.shape[-1]) == worst[..., None])[..., None], errors, 0)
-        self._hold("head", o, errors, _norm(rows), self.head_error, _norm(norms), budget)
-        self._hold("worst row, relative to its size,", o, in_worst_row, row, self.row_error, norm, budget)
-        self._hold("lse", lse, lses, _at(lses, worst_lse), self.lse_error, _at(lse64, worst_lse), budget)
+        self._hold("head", o, errors, _norm(rows), textbook.head_error, _norm(norms), budget)
+        self._hold("worst row, relative to its size,", o, in_worst_row, row, textbook.row_error, norm, budget)
+        self._hold("lse", lse, lses, _at(lses, worst_lse), textbook.lse_error, _at(lse64, worst_lse), budget)
 
-    def _errors(self, o, lse, o64, lse64) -> tuple[np.ndarray, np.ndarray]:
-        """Per row: the norm of the error of o, and the error of lse, over what is judged."""
-        return _norm(_distance(o, o64, self.judged)), _distance(lse, lse64, self.judged_lse)
-
-    def _hold(self, what, x, errors, measured, error32, norm, budget: AccuracyClass) -> None:
+    def _hold(self, what, x, errors, measured, error, norm, budget: AccuracyClass) -> None:
         """Raise for the first head whose measured error is over budget, showing its worst element."""
-        limit = budget.times * error32 + budget.unit * norm
+        limit = budget.times * error + budget.unit * norm
         over = np.argwhere(~(measured <= limit))
         if not len(over):
             return
@@ -131,7 +162,7 @@ class Expected:
         raise AssertionError(
             f"{_element(name, element)} = {x[element]!s}, float64 gives {x64[element]!s}; {what} of head {head}: "
             f"error {measured[head]:.3e}, budget {limit[head]:.3e} "
-            f"({budget.times:g} x {error32[head]:.3e} of the fp32 evaluation + {budget.unit:.2e} x {norm[head]:.3e})"
+            f"({budget.times:g} x {error[head]:.3e} of the textbook evaluation + {budget.unit:.2e} x {norm[head]:.3e})"
         )
 
 

@@ -27,6 +27,7 @@ class Case:
     inputs: str = "normal"
     layout: str = "contiguous"
     poison: str | None = None
+    precision: str = "fp32"
 
     def __str__(self) -> str:
         size = f"{self.B}x{self.H}-{self.Lq}x{self.Lk}-{self.D}x{self.Dv}"
@@ -34,12 +35,18 @@ class Case:
         options += [] if self.scale is None else [f"scale={self.scale:g}"]
         options += [self.inputs] if self.inputs != "normal" else []
         options += [self.layout] if self.layout != "contiguous" else []
+        options += [self.precision] if self.precision != "fp32" else []
         return "-".join([size, *options, *([self.poison] if self.poison else [])])
 
     @property
     def kwargs(self) -> dict:
-        """Options of the call, as `reference.attention` and `numba_attn.attention` take them."""
+        """What the call computes: options of `reference.attention` and of `numba_attn.attention`."""
         return {"causal": self.is_causal, "scale": self.scale}
+
+    @property
+    def options(self) -> dict:
+        """Options of `numba_attn.attention` and of `numba_attn.sim.attention`: how precisely, too."""
+        return {**self.kwargs, "precision": self.precision}
 
     @property
     def problem(self) -> Problem:
@@ -48,9 +55,8 @@ class Case:
             vector_width(View(placed.shape, placed.strides), placed.offset * placed.buffer.itemsize)
             for placed in place_inputs(self)
         )
-        return Problem(
-            self.B, self.H, self.H, self.Lq, self.Lk, self.D, self.Dv, is_causal=self.is_causal, vector=min(widths)
-        )
+        sizes = self.B, self.H, self.H, self.Lq, self.Lk, self.D, self.Dv
+        return Problem(*sizes, is_causal=self.is_causal, vector=min(widths), precision=self.precision)
 
 
 def place_inputs(case: Case) -> tuple[Placed, Placed, Placed]:
@@ -110,6 +116,13 @@ def _small() -> Iterator[Case]:
     for name in LAYOUTS:
         yield Case(2, 2, 5, 33, 8, 8, layout=name)
     yield Case(1, 2, 5, 35, 5, 9, layout="padded")  # rows a multiple of 4 apart, head dims not
+    few = Case(1, 2, 5, 37, 9, 10, precision="tf32")
+    yield from (few, replace(few, is_causal=True), Case(2, 1, 34, 33, 40, 17, precision="tf32"))
+    for name in ("wide", "tiny", "denormal"):
+        yield replace(few, inputs=name)
+    yield replace(few, poison="v_inf")
+    yield replace(few, Lq=34, poison="later_inf", is_causal=True)
+    yield replace(few, layout="every_other", scale=-1.0)
 
 
 def _large() -> Iterator[Case]:
@@ -166,3 +179,13 @@ def _large() -> Iterator[Case]:
         yield Case(1, 2, 33, 65, 31, 257, layout=name)
     for D, Dv in ((5, 9), (61, 93), (1, 1), (1021, 1)):
         yield Case(1, 2, 40, 70, D, Dv, layout="padded")  # rows a multiple of 4 apart, head dims not
+    # Each bucket of head dims once; more would be machine code for little.
+    for D in (64, 128, 256):
+        for is_causal in (False, True):
+            yield Case(1, 2, 260, 530, D, D, is_causal=is_causal, precision="tf32")
+            yield Case(1, 1, 260, 300, D - 4, D, is_causal=is_causal, precision="tf32")
+    few = Case(1, 2, 65, 130, 100, 72, precision="tf32")
+    for name in ("uniform", "wide", "tiny", "denormal", "peaked"):
+        yield replace(few, inputs=name)
+    for name in ("k_nan", "v_inf", "later_inf"):
+        yield replace(few, poison=name, is_causal=True)

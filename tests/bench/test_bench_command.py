@@ -39,6 +39,15 @@ def test_bench(call, fake_gpu, tmp_path):
     ]
 
 
+def test_bench_at_another_precision(call, fake_gpu):
+    status, out, _ = call(*SMALL, "--precision", "tf32", "--kernel", "flash_split_half_sm80", "--kernel", "flash_fp32")
+    assert status == 0
+    assert "median of rounds; TF32 off but in torch_math_tf32" in out and "b2_h2_q5_k7_d4_tf32: normal" in out
+    rows = [line for line in out.splitlines() if line.startswith("flash_")]
+    assert rows[0].startswith("flash_split_half_sm80 (tf32)  0.500") and rows[1].startswith("flash_fp32    ")
+    assert call("bench", "--precision", "tf32")[2].startswith("numba_attn: --precision needs --problem or --shape")
+
+
 def test_bench_of_the_standard_run(call, fake_gpu, monkeypatch):
     known = NamedProblem(problems.make_problem(2, 2, 5, 7, 4, 4), "small", every_kernel=True)
     monkeypatch.setattr(bench, "PROBLEMS", (known,))

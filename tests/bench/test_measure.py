@@ -77,6 +77,29 @@ def test_tf32_is_off_while_measuring_whatever_the_flags_say(fake_gpu_with_torch)
     assert not any(seen)
 
 
+def test_precision_tf32(fake_gpu_with_torch):
+    """Each contender says what it delivers; TF32 is on for torch where that is asked for, and for nothing else."""
+    torch, known = fake_gpu_with_torch.torch, replace(KNOWN, problem=replace(KNOWN.problem, precision="tf32"))
+    matmul, seen = torch.backends.cuda.matmul, {}
+    fake_gpu_with_torch.damage = lambda name, o, lse: seen.setdefault(name, matmul.allow_tf32)
+    names = contenders.standard_names(known, H200)
+    assert names[-1] == "torch_math_tf32" and "torch_math_tf32" not in contenders.standard_names(KNOWN, H200)
+    result = measure.measure(known, contenders.by_names(known, [*NAMES, *names], H200), 0.05)
+    classes = {entry.name: entry.contender.accuracy for entry in result.entries}
+    assert classes == dict.fromkeys(classes, "fp32") | {"flash_split_half_sm80": "tf32", "torch_math_tf32": "tf32"}
+    info = result.extra_info(entry_of(result, "flash_split_half_sm80"))
+    assert (info["accuracy"], info["problem"]) == ("tf32", "b2_h3_q40_k56_d8_v12_tf32_causal")
+    tf32 = entry_of(result, "torch_math_tf32")
+    assert (tf32.outcome, tf32.facts) == ("timed", {"backend": "math", "allow_tf32": True})
+    assert entry_of(result, "torch_math").facts["allow_tf32"] is False
+    assert seen and not any(seen.values())
+
+
+def test_less_than_the_problem_asks_for_is_refused(fake_gpu_with_torch):
+    (entry,) = measured(["torch_math_tf32"]).entries
+    assert (entry.outcome, entry.why) == ("refused", "it is of class tf32, the problem asks for fp32")
+
+
 @pytest.mark.parametrize("torch", [False, True])
 def test_a_wrong_result_gets_no_time(request, torch):
     gpu = request.getfixturevalue("fake_gpu_with_torch" if torch else "fake_gpu")

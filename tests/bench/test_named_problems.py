@@ -18,7 +18,8 @@ def test_the_headline_is_first_and_has_every_kernel():
     assert (known.name, known.inputs, known.every_kernel) == ("headline", "uniform", True)
     assert known.full_name == "b32_h32_q512_k512_d1024_v1024_fp32_full"
     assert problems.standard_kernels(known, KERNELS, H200) == [k for k in KERNELS if not k.supports(HEADLINE, H200)]
-    assert [other.name for other in PROBLEMS if other.every_kernel or other.inputs != "normal"] == ["headline"]
+    assert [other.name for other in PROBLEMS if other.every_kernel] == ["headline"]
+    assert [other.name for other in PROBLEMS if other.inputs != "normal"] == ["headline", "headline_tf32"]
 
 
 @pytest.mark.parametrize("known", PROBLEMS, ids=lambda known: known.name)
@@ -40,8 +41,11 @@ def test_problems_that_are_not_registered():
     assert known.name == "b1_h2_q3_k4_d5_v6_causal"
     assert known.full_name == "b1_h2_q3_k4_d5_v6_fp32_causal"
     assert problems.short_name(make_problem(1, 1, 1, 1, 64, 6)) == "b1_h1_q1_k1_d64_v6"
-    assert problems.with_causal(PROBLEMS[0]).name == "b32_h32_q512_k512_d1024_causal"
-    assert problems.with_causal(PROBLEMS[0]).inputs == "uniform"
+    assert problems.changed(PROBLEMS[0], is_causal=True).name == "b32_h32_q512_k512_d1024_causal"
+    assert problems.changed(PROBLEMS[0], is_causal=True).inputs == "uniform"
+    assert problems.find("b1_h2_q3_k4_d5_tf32_causal").problem.precision == "tf32"
+    assert problems.changed(known, precision="tf32").full_name == "b1_h2_q3_k4_d5_v6_tf32_causal"
+    assert problems.changed(PROBLEMS[0], precision="tf32").name == "headline_tf32"
 
 
 @pytest.mark.parametrize("name", ["", "tail", "b4_h16", "b4_h16_q8_k8_d8_fp16", "b0_h1_q1_k1_d1", "b4_h16_q8_k8_d8 "])
@@ -59,7 +63,7 @@ def test_the_facts_are_those_of_the_call(known):
         Operand(name, shape, contiguous_strides(shape), "float32", 0, 256)
         for name, shape in zip("qkv", shapes, strict=True)
     )
-    assert describe(*operands, is_causal=p.is_causal).problem == p
+    assert describe(*operands, is_causal=p.is_causal, precision=p.precision).problem == p
 
 
 @pytest.mark.parametrize("known", PROBLEMS[1:], ids=lambda known: known.name)

@@ -93,6 +93,21 @@ def change(checkout: Path, saved: dict) -> None:
     (checkout / results.FILE).write_text(json.dumps(saved))
 
 
+def test_tables_at_a_lower_precision(saved):
+    known = problems.find("headline_tf32")
+    found = [entry(known, "flash_fp32", 28.0), entry(known, "torch_math_tf32", 7.0)]
+    own = entry(problems.find("b4_h16_q4096_k4096_d64_tf32"), "flash_split_half_sm80", 1.5)
+    own["extra_info"]["accuracy"] = "tf32"
+    saved["benchmarks"] += [*found, own]
+    _, _, lower = tables.block(Results(saved), KERNELS).partition(tables.LOWER)
+    rows = [line.split(" | ") for line in lower.splitlines()[4:]]
+    assert [row[:4] for row in rows] == [
+        ["| `headline_tf32`", "`flash_fp32`", "fp32", "28.0"],
+        ["| `b4_h16_q4096_k4096_d64_tf32`", "`flash_split_half_sm80`", "tf32", "1.50"],
+    ]
+    assert [row[-2:] for row in rows] == [["7.00", "4.00 |"], ["", " |"]]
+
+
 # What the results say of the code
 
 

@@ -15,12 +15,12 @@ def split(X, scale=1.0) -> tuple[np.ndarray, np.ndarray]:
         return hi, (x - hi).astype(np.float16)
 
 
-def image_of(X, scale=1.0) -> np.ndarray:
-    """The words of the image of one tile [rows, columns]."""
+def image_of(X, scale=1.0, halves=2) -> np.ndarray:
+    """The words of the image of one tile [rows, columns], of hi or of hi and lo."""
     rows, columns = X.shape
     padding = -columns % 64
     planes = []
-    for half in split(X, scale):
+    for half in split(X, scale)[:halves]:
         chunks = np.pad(half, ((0, 0), (0, padding))).reshape(rows, -1, 8, 8).transpose(1, 0, 2, 3)
         plane = np.empty_like(chunks)  # [block of columns, row, place, half]
         for row in range(rows):

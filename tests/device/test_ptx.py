@@ -131,7 +131,7 @@ def test_start_of_shared_memory():
 
     ptx = ptx_of(kernel, 1)
     assert instructions(ptx).count("shfl.sync.idx.b32") == 1
-    assert re.search(r"\.extern \.shared \.align 128 \.b8 \w+\[\]", ptx)
+    assert re.search(r"\.extern \.shared \.align 1024 \.b8 \w+\[\]", ptx)
 
 
 def copying(n: int, wait: int = 0, groups: int = 1):

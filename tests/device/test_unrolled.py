@@ -62,8 +62,9 @@ def emitted(operation, inputs: int, outputs: int = 1) -> list[str]:
 
 
 def arithmetic(e, a, b):
-    half = e.number(0.5)
-    return a + b, a - b, a * b, a / b, -a, 2.0 + a, 2.0 * a, 2.0 - a, a + 0.5, a - half, a * 0.5, a / 4.0
+    half, third = e.number(0.5), np.float32(1 / 3)
+    numbers = a + b, a - b, a * b, a / b, -a, 2.0 + a, 2.0 * a, 2.0 - a, 2.0 / b, a + 0.5, a - half, a * 0.5, a / 4.0
+    return *numbers, 0.1 * a, third * a, third - a
 
 
 def test_operators_on_numbers(run):
@@ -71,7 +72,8 @@ def test_operators_on_numbers(run):
     A[:3] = [[0, -1], [1e38, 1e-3], [1e-40, 3e-39]]
     a, b = A.T
     with np.errstate(over="ignore"):
-        expected = [a + b, a - b, a * b, a / b, -a, 2 + a, 2 * a, 2 - a, a + 0.5, a - 0.5, a * 0.5, a / 4]
+        expected = [a + b, a - b, a * b, a / b, -a, 2 + a, 2 * a, 2 - a, 2 / b, a + 0.5, a - 0.5, a * 0.5, a / 4]
+        expected += [np.float32(0.1) * a, np.float32(1 / 3) * a, np.float32(1 / 3) - a]
     O = applied(run, arithmetic, A, len(expected))
     np.testing.assert_array_equal(O, np.stack(expected, axis=1).astype(np.float32))
     assert np.signbit(O[0, 4]), "-0 is negated"
@@ -79,11 +81,11 @@ def test_operators_on_numbers(run):
 
 def test_operators_on_integers(run):
     def operation(e, a, b):
-        return a + b, a - b, a * b, a ^ b, a & b, 3 + a, 3 * a, 100 - a, a + 1, a ^ 48, a & 7
+        return a + b, a - b, a * b, a ^ b, a & b, -a, 3 + a, 3 * a, 100 - a, a + 1, a ^ 48, a & 7, 48 ^ a, 7 & a
 
     A = np.random.default_rng(0).integers(-(2**15), 2**15, (32, 2)).astype(np.int32)
     a, b = A.T
-    expected = [a + b, a - b, a * b, a ^ b, a & b, 3 + a, 3 * a, 100 - a, a + 1, a ^ 48, a & 7]
+    expected = [a + b, a - b, a * b, a ^ b, a & b, -a, 3 + a, 3 * a, 100 - a, a + 1, a ^ 48, a & 7, a ^ 48, a & 7]
     O = applied(run, operation, A, len(expected), int32, int32)
     np.testing.assert_array_equal(O, np.stack(expected, axis=1))
 
@@ -92,25 +94,42 @@ EDGES = np.array([[1, 2], [2, 1], [1, 1], [0, -0.0], [-1, 1], [INF, 1], [-INF, -
 
 
 def test_comparisons_and_where(run):
+    def compared(a, b):
+        return a < b, a <= b, a > b, a >= b, a == b, a != b, a < 1.0, a > -INF, 1.0 > a, (a < b) & (b > 1.0)
+
     def operation(e, a, b):
-        conditions = a < b, a <= b, a > b, a < 1.0, a > -INF, (a < b) & (b > 1.0)
-        return [e.where(condition, a, 5.0) for condition in conditions] + [e.where(a < b, 1.0, b)]
+        chosen = [e.where(condition, a, 5.0) for condition in compared(a, b)]
+        return [*chosen, e.where(a < b, 1.0, b), e.where(True, a, b)]
 
     a, b = EDGES.T
-    conditions = [a < b, a <= b, a > b, a < 1, a > -INF, (a < b) & (b > 1)]
-    expected = [np.where(condition, a, np.float32(5)) for condition in conditions] + [np.where(a < b, 1, b)]
-    np.testing.assert_array_equal(applied(run, operation, EDGES, 7), np.stack(expected, axis=1))
+    expected = [np.where(condition, a, np.float32(5)) for condition in compared(a, b)] + [np.where(a < b, 1, b), a]
+    np.testing.assert_array_equal(applied(run, operation, EDGES, len(expected)), np.stack(expected, axis=1))
 
 
 def test_comparisons_of_integers(run):
-    def operation(e, a, b):
-        conditions = a < b, a <= b, a > b, a > 0, (a < b) & (b < 3)
-        return [e.where(condition, 1.0, 0.0) for condition in conditions]
+    def compared(a, b):
+        return a < b, a <= b, a > b, a >= b, a == b, a != b, a > 0, 0 < a, (a < b) & (b < 3)
 
     A = np.array([[1, 2], [2, 1], [1, 1], [-1, 2], [-5, -4], [3, 4]], np.int32)
-    a, b = A.T
-    expected = np.stack([a < b, a <= b, a > b, a > 0, (a < b) & (b < 3)], axis=1)
-    np.testing.assert_array_equal(applied(run, operation, A, 5, int32), expected)
+    expected = np.stack(compared(*A.T), axis=1)
+    O = applied(run, lambda e, a, b: [e.where(x, 1.0, 0.0) for x in compared(a, b)], A, expected.shape[1], int32)
+    np.testing.assert_array_equal(O, expected)
+
+
+def test_constants_instead_of_numbers(run):
+    def operation(e, a):
+        return *e.unpack(e.halves(1.5, a)), *e.unpack(0x3C004000), e.shfl_xor(2.5, 1), e.max(a, 0.5)
+
+    A = randn(32, 1)
+    half = A[:, 0].astype(np.float16)
+    expected = np.stack(np.broadcast_arrays(1.5, half, 2, 1, 2.5, np.fmax(A[:, 0], 0.5)), axis=1)
+    np.testing.assert_array_equal(applied(run, operation, A, 6), expected)
+
+
+def test_a_condition_of_python_is_refused():
+    # The simulator would follow it: each thread has its number there.
+    with pytest.raises(TypeError, match="use e.where"):
+        ptx_of(applying(lambda e, a: [a if a > 0.0 else -a], 1, 1), 2, 2)
 
 
 def test_max(run):

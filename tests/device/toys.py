@@ -17,13 +17,17 @@ def simulate(kernel, *arrays, threads=32, grid=1, smem_bytes=0) -> None:
     sim.launch(kernel, grid, threads, arrays, smem_bytes)
 
 
+def compiled(kernel, *arrays, threads=32, grid=1, smem_bytes=0) -> compiler.Binary:
+    """Machine code of `kernel` for such arrays; needs no GPU."""
+    return compiler.binary(*_launch(kernel, _kinds(arrays), threads, grid, smem_bytes), ARCH)
+
+
 def run_on_gpu(kernel, *arrays, threads=32, grid=1, smem_bytes=0) -> None:
     """The same on GPU 0; strides and offsets of the arrays are kept. One argument may be a float."""
     import torch
 
     scale = next((x for x in arrays if not isinstance(x, np.ndarray)), 0.0)
-    kinds = [(x.ndim, x.dtype.name) if isinstance(x, np.ndarray) else None for x in arrays]
-    launch, workspace = _launch(kernel, kinds, threads, grid, smem_bytes)
+    launch, workspace = _launch(kernel, _kinds(arrays), threads, grid, smem_bytes)
     arrays = [array for array in arrays if isinstance(array, np.ndarray)]
     bases = [array if array.base is None else array.base for array in arrays]
     assert all(base.flags.c_contiguous for base in bases), "views are of contiguous arrays here"
@@ -43,6 +47,10 @@ def run_on_gpu(kernel, *arrays, threads=32, grid=1, smem_bytes=0) -> None:
 def ptx_of(kernel, *ndims: int, threads=32, dtype="float32") -> str:
     """PTX of `kernel`, whose parameters are tensors of these dimensions."""
     return compiler.ptx(*_launch(kernel, [(ndim, dtype) for ndim in ndims], threads, 1, 0), ARCH)
+
+
+def _kinds(arrays) -> list:
+    return [(x.ndim, x.dtype.name) if isinstance(x, np.ndarray) else None for x in arrays]
 
 
 def _launch(kernel, kinds, threads: int, grid: int, smem_bytes: int):

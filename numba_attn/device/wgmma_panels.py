@@ -1,0 +1,127 @@
+"""Verbs on the panels of a warpgroup's patch, once its product is done: masks, P as an image, statistics, O.
+
+A patch has 64 rows and panels of 64 columns: C[i, j, r] is register r of the fragment of panel i, see `wgmma_product`.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+from numba import cuda, int32
+
+from numba_attn.device.fragments import N
+from numba_attn.device.mma_product import TILE
+from numba_attn.device.split_half import ROW_BYTES, WORD_BYTES, plane_bytes, split
+from numba_attn.device.unrolled import unrolled
+from numba_attn.device.verb import verb
+
+PLANE_WORDS = plane_bytes(TILE, TILE) // WORD_BYTES
+
+
+def masked(panels: int, end_of_row):
+    """The verb `mask(S, row0, col0, Lk, lane)`: as `mma_tile.masked`, over panels."""
+
+    @unrolled
+    def select(e, S, ends):
+        for i in range(panels):
+            for j in range(TILE // N):
+                for r in range(4):
+                    S[i, j, r] = e.where(ends[r // 2] > TILE * i + N * j + r % 2, S[i, j, r], -np.inf)
+
+    @verb
+    def mask(S, row0, col0, Lk, lane):
+        ends = cuda.local.array(2, int32)  # counted from this lane's first column
+        for h in range(2):
+            ends[h] = end_of_row(row0 + (lane >> 2) + 8 * h, Lk) - col0 - 2 * (lane & 3)
+        select(S, ends)
+
+    return mask
+
+
+def _four_columns(e, odd, left: tuple, right: tuple) -> list:
+    """Four neighbouring columns of two fragments that stand side by side, this lane having two of each.
+
+    Lanes 0 and 2 of a row get columns 0 .. 3 and 4 .. 7 of the left one, lanes 1 and 3 those of the right one.
+    """
+    theirs = [e.shfl_xor(e.where(odd, x, y), 1) for x, y in zip(left, right, strict=True)]
+    first = [e.where(odd, x, y) for x, y in zip(theirs, left, strict=True)]
+    return first + [e.where(odd, x, y) for x, y in zip(right, theirs, strict=True)]
+
+
+def store_image(panels: int, halves: int):
+    """The verb `store(image, word, P, n, lane)`: the first n panels of P as halves, each in its own tile.
+
+    image: 1-D tensor of words; word: where the first panel's plane of hi has the warp's first row.
+    """
+
+    @unrolled
+    def put(e, image, word, place, odd, P, n):
+        for i in range(panels):
+            for h in range(2):
+                for j in range(0, TILE // N, 2):
+                    p = _four_columns(e, odd, *((P[i, k, 2 * h], P[i, k, 2 * h + 1]) for k in (j, j + 1)))
+                    pairs = [split(e, *p[:2], 1.0, halves=halves), split(e, *p[2:], 1.0, halves=halves)]
+                    at = word + (halves * PLANE_WORDS * i + 8 * h * (ROW_BYTES // WORD_BYTES)) + (place ^ (4 * j))
+                    for plane, words in enumerate(zip(*pairs, strict=True)):
+                        e.store(image, (at + plane * PLANE_WORDS,), words, n > i)
+
+    @verb
+    def store(image, word, P, n, lane):
+        # Row lane // 4 has chunk j at j ^ lane // 4, and in it this lane's four columns.
+        row, odd = lane >> 2, lane & 1
+        put(image, word + row * (ROW_BYTES // WORD_BYTES), ((row ^ odd) << 2) + (lane & 2), odd == 1, P, n)
+
+    return store
+
+
+def store_statistics(panels: int):
+    """The verb `store(gM, gL, m, l, group, n, row0, lane)`: m and the sum of l over the lanes of a row.
+
+    gM[group + i, row0 + row] belongs to panel i, of the first n.
+    """
+
+    @unrolled
+    def add_lanes(e, l):
+        for i in range(panels):
+            for h in range(2):
+                for distance in (1, 2):
+                    l[i, h] = l[i, h] + e.shfl_xor(l[i, h], distance)
+
+    @verb
+    def store(gM, gL, m, l, group, n, row0, lane):
+        add_lanes(l)
+        if lane & 3 == 0:
+            for i in range(panels):
+                if i < n:
+                    for h in range(2):
+                        row = row0 + (lane >> 2) + 8 * h
+                        gM[group + i, row] = m[i, h]
+                        gL[group + i, row] = l[i, h]
+
+    return store
+
+
+def store_outputs(panels: int, vector: int):
+    """The verb `store(gO, C, unit, row0, col0, lane)`: gO[row0 + row, col0 + column] = unit C, within gO.
+
+    vector: elements (4, or 1) of an access to the rows of gO.
+    """
+
+    @unrolled
+    def put(e, gO, C, unit, row, col, odd, rows, columns):
+        for i in range(panels):
+            for h in range(2):
+                at = row + 8 * h
+                for j in range(0, TILE // N, 2):
+                    left, right = ([C[i, k, 2 * h + r] * unit for r in range(2)] for k in (j, j + 1))
+                    four = _four_columns(e, odd, left, right)
+                    for c in range(0, 4, vector):
+                        place = at, col + (TILE * i + N * j + c)
+                        e.store(gO, place, four[c : c + vector], (at < rows) & (place[1] < columns))
+
+    @verb
+    def store(gO, C, unit, row0, col0, lane):
+        odd = lane & 1
+        col = col0 + odd * N + 2 * (lane & 2)
+        put(gO, C, unit, row0 + (lane >> 2), col, odd == 1, gO.shape[0], gO.shape[1])
+
+    return store

@@ -1,0 +1,102 @@
+"""What surrounds kernels that make S and O in two launches, P in memory between: images, and the order of launches.
+
+    split     see `images`
+    scores    per block of rows and keys:    S = Q K^T     m_g = rowmax S     P = 2^(S - m_g)     l_g = rowsum P
+    weights   per row, over groups g of keys: w_g = 2^(m_g - m) / l, see `device.weights_kernel`
+    outputs   per block of rows and columns:  O = sum_g w_g P V
+    rescue    see `images`
+
+Tiles of all operands, P too, are 64 x 64, and a group has 64 keys.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Hashable
+from dataclasses import dataclass
+
+from numba_attn.device.math import cdiv
+from numba_attn.device.mma_product import TILE
+from numba_attn.device.mma_tile import lost_by_scores
+from numba_attn.device.split_half import FEW_COLUMNS, image_words
+from numba_attn.device.weights_kernel import WeightsConfig, build_weights
+from numba_attn.images import IMAGES, RECORDS, Batch, ImageBatches
+from numba_attn.kernel import Launch, Workspace
+from numba_attn.problem import Problem
+
+LEAST_ROWS, LEAST_FLOP = 64, 1e9  # below which other kernels are faster
+FUSED_COLUMNS = 256
+
+
+def unsuited(problem: Problem) -> str | None:
+    """Why another kernel should be preferred, or None."""
+    if max(problem.D, problem.Dv) <= FUSED_COLUMNS:
+        return f"head dims up to {FUSED_COLUMNS}: P need not go through memory"
+    if problem.D < FEW_COLUMNS:
+        return f"fewer than {FEW_COLUMNS} columns: done one key at a time in fp32, halves would lose digits"
+    if problem.Lq < LEAST_ROWS:
+        return f"fewer than {LEAST_ROWS} rows a head: most of a block would be empty"
+    if problem.flop < LEAST_FLOP:
+        return f"less than {LEAST_FLOP:.0e} operations: five launches take longer than they save"
+    return None
+
+
+@dataclass(frozen=True)
+class TwoProducts:
+    """One problem in blocks of `block_m` rows and `block_n` keys or columns.
+
+    key_step: P and the images of K and V have whole multiples of so many keys.
+    most_blocks: of a launch, the rest is dealt out in turns; 0: one for each block of S or O.
+    """
+
+    problem: Problem
+    block_m: int
+    block_n: int
+    key_step: int
+    most_blocks: int = 0
+    steps_of_sum: int = 4
+    """Of 16 columns, in sums of S in the tensor cores."""
+    halves: int = 2
+
+    @property
+    def images(self) -> ImageBatches:
+        lost = lost_by_scores(TILE, self.steps_of_sum) if self.halves == 2 else 0.0
+        return ImageBatches(self.problem, TILE, TILE, self.block_m, self.key_step, self._more, lost, self.halves)
+
+    def _more(self, heads: int, m_blocks: int) -> dict[str, Workspace]:
+        groups, rows = cdiv(self.problem.Lk, self.key_step) * (self.key_step // TILE), m_blocks * self.block_m
+        statistics = Workspace((heads, groups, rows))
+        return {
+            "P_image": Workspace((heads, rows // TILE * groups * image_words(TILE, TILE, self.halves)), "uint32"),
+            "M": statistics,
+            "L": statistics,
+            "V_amax": Workspace((heads,)),
+        }
+
+    def launches(
+        self, build_scores: Callable, build_outputs: Callable, config: Hashable, threads: int, smem_bytes: int
+    ) -> tuple[Launch, ...]:
+        """All steps; `build_scores` and `build_outputs` are given `config`."""
+        problem = self.problem
+        weights = WeightsConfig(self.block_m, TILE, problem.is_causal, self.halves)
+        n_blocks, d_blocks = cdiv(problem.Lk, self.block_n), cdiv(problem.Dv, self.block_n)
+
+        def product(build: Callable, args: tuple, blocks: int) -> Launch:
+            blocks = max(1, min(blocks, self.most_blocks or blocks))
+            return Launch(build, config, args, blocks, threads, smem_bytes)
+
+        def between(batch: Batch) -> tuple[Launch, ...]:
+            blocks, row = batch.heads * batch.m_blocks, batch.first_row
+            Q_image, K_image, V_image = batch.parts(*IMAGES)
+            Q_record, K_record, V_record = records = batch.parts(*RECORDS)
+            Q, K, O, lse = batch.parts("Q", "K", "O", "lse")
+            P, M, L, V_amax, unsafe = batch.parts("P_image", "M", "L", "V_amax", "unsafe")
+            of_scores = (Q, K, Q_image, K_image, Q_record, K_record, P, M, L, unsafe, row)
+            of_weights = (Q, K, *records, M, L, V_amax, unsafe, lse, row)
+            of_outputs = (Q, K, P, V_image, V_record, M, V_amax, unsafe, O, row)
+            return (
+                product(build_scores, of_scores, blocks * n_blocks),
+                Launch(build_weights, weights, of_weights, blocks, weights.rows),
+                product(build_outputs, of_outputs, blocks * d_blocks),
+            )
+
+        return self.images.launches(between)
