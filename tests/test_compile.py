@@ -334,7 +334,7 @@ def products_of(module, config) -> list[int]:
     return [len(re.findall(r"\b(?:wg)?mma\.(?:mma_a)?sync", text)) for text in texts]
 
 
-@pytest.mark.parametrize("config", flash_split_half_sm80.configs(), ids=str)
+@pytest.mark.parametrize("config", list(flash_split_half_sm80.configs()), ids=str)
 def test_products_of_halves(config):
     rows, steps = config.q_rows // 16, -(-config.d_bucket // 16)
     of_s = config.products * steps * rows * (config.k_rows // 8)
@@ -360,13 +360,13 @@ def test_one_half_takes_a_third_of_the_products_and_half_of_the_memory():
     assert image_bytes[1] == [2 * n for n in image_bytes[0]]
 
 
-@pytest.mark.parametrize("config", unfused_split_half_sm80.configs(), ids=str)
+@pytest.mark.parametrize("config", list(unfused_split_half_sm80.configs()), ids=str)
 def test_products_of_halves_unfused(config):
     per_tile = 3 * (64 // 16) * (32 // 16) * (64 // 8)
     assert products_of(unfused_split_half_sm80, config) == [per_tile, 0, per_tile]
 
 
-@pytest.mark.parametrize("config", flash_split_half_sm90.configs(), ids=str)
+@pytest.mark.parametrize("config", list(flash_split_half_sm90.configs()), ids=str)
 def test_products_of_warpgroups(config):
     of_s = config.products * -(-config.d_bucket // 16)
     of_o = 3 * (flash_split_half_sm90.K_ROWS // 16) * -(-config.d_bucket // config.o_columns)
@@ -374,7 +374,7 @@ def test_products_of_warpgroups(config):
 
 
 @needs_nvdisasm
-@pytest.mark.parametrize("config", flash_split_half_sm90.configs(), ids=str)
+@pytest.mark.parametrize("config", list(flash_split_half_sm90.configs()), ids=str)
 def test_machine_code_of_warpgroups(config, tmp_path):
     """Registers change hands, and products are in flight together: the compiler waits once a statement, not more."""
     _, (launch, binary), _ = machine_code(flash_split_half_sm90.KERNEL, config, H200.arch)
