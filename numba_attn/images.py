@@ -13,12 +13,24 @@ from math import prod
 
 from numba_attn.device.math import cdiv
 from numba_attn.device.rescue_kernel import RescueConfig, build_rescue
-from numba_attn.device.split_half import RECORD, image_words, padded
+from numba_attn.device.split_half import FEW_COLUMNS, RECORD, image_words, padded
 from numba_attn.device.split_kernel import SplitConfig, build_split
 from numba_attn.kernel import Launch, Part, Workspace
 from numba_attn.problem import ITEM_BYTES, Problem
 
 MAX_WORKSPACE_BYTES = 512_000_000
+LEAST_ROWS, LEAST_FLOP = 64, 1e9  # below which other kernels are faster
+
+
+def unsuited(problem: Problem) -> str | None:
+    """Why a kernel that multiplies halves is not a good choice, or None."""
+    if problem.D < FEW_COLUMNS:
+        return f"fewer than {FEW_COLUMNS} columns: done a few keys at a time in fp32, halves would lose digits"
+    if problem.Lq < LEAST_ROWS:
+        return f"fewer than {LEAST_ROWS} rows a head: most of a block would be empty"
+    if problem.flop < LEAST_FLOP:
+        return f"less than {LEAST_FLOP:.0e} operations: splitting takes longer than it saves"
+    return None
 
 
 @dataclass(frozen=True)

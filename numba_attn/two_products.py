@@ -14,16 +14,16 @@ from __future__ import annotations
 from collections.abc import Callable, Hashable
 from dataclasses import dataclass
 
+from numba_attn import images
 from numba_attn.device.math import cdiv
 from numba_attn.device.mma_product import TILE
 from numba_attn.device.mma_tile import lost_by_scores
-from numba_attn.device.split_half import FEW_COLUMNS, image_words
+from numba_attn.device.split_half import image_words
 from numba_attn.device.weights_kernel import WeightsConfig, build_weights
 from numba_attn.images import IMAGES, RECORDS, Batch, ImageBatches
 from numba_attn.kernel import Launch, Workspace
 from numba_attn.problem import Problem
 
-LEAST_ROWS, LEAST_FLOP = 64, 1e9  # below which other kernels are faster
 FUSED_COLUMNS = 256
 
 
@@ -31,13 +31,7 @@ def unsuited(problem: Problem) -> str | None:
     """Why another kernel should be preferred, or None."""
     if max(problem.D, problem.Dv) <= FUSED_COLUMNS:
         return f"head dims up to {FUSED_COLUMNS}: P need not go through memory"
-    if problem.D < FEW_COLUMNS:
-        return f"fewer than {FEW_COLUMNS} columns: done one key at a time in fp32, halves would lose digits"
-    if problem.Lq < LEAST_ROWS:
-        return f"fewer than {LEAST_ROWS} rows a head: most of a block would be empty"
-    if problem.flop < LEAST_FLOP:
-        return f"less than {LEAST_FLOP:.0e} operations: five launches take longer than they save"
-    return None
+    return images.unsuited(problem)
 
 
 @dataclass(frozen=True)

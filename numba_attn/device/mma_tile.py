@@ -12,13 +12,10 @@ sums are truncated by does not show.
 
 from __future__ import annotations
 
-from math import log
-
 import numpy as np
 from numba import cuda, int32
 
 from numba_attn.device.fragments import K, M, N
-from numba_attn.device.math import LN2, LN2_REST, fma
 from numba_attn.device.split_half import CHUNK, ROW_BYTES, plane_bytes, split
 from numba_attn.device.unrolled import unrolled
 from numba_attn.device.verb import verb
@@ -240,69 +237,6 @@ def start(q_rows: int, columns: int):
                     O[i, j, r] = 0.0
 
     return start
-
-
-def finish(q_rows: int, columns: int, vector: int = 1):
-    """The verb `finish(gO, O, l, unit, row0, lane)`: gO[row0 + row, column] = unit O / l, within gO.
-
-    l is summed over the four lanes of a row first, in place. vector: elements (2, or 1) of an access to gO.
-    """
-
-    @unrolled
-    def store(e, gO, O, l, unit, row, col, rows, columns_left):
-        for i in range(q_rows // M):
-            for h in range(2):
-                total = l[i, h]
-                for distance in (1, 2):
-                    total = total + e.shfl_xor(total, distance)
-                l[i, h] = total
-                inverse = e.where(total > 0.0, e.number(1.0) / total, 0.0)
-                at = row + (M * i + 8 * h)
-                for j in range(-(-columns // N)):
-                    pair = []
-                    for x in (O[i, j, 2 * h + r] for r in range(2)):
-                        quotient = x * inverse
-                        # What its rounding, and that of the inverse, left over.
-                        rest = e.fma(-quotient, total, x)
-                        pair.append(e.fma(rest, inverse, quotient) * unit)
-                    for r in range(0, 2, vector):
-                        place = at, col + (N * j + r)
-                        e.store(gO, place, pair[r : r + vector], (at < rows) & (place[1] < columns_left))
-
-    @verb
-    def finish(gO, O, l, unit, row0, lane):
-        store(gO, O, l, unit, row0 + (lane >> 2), 2 * (lane & 3), gO.shape[0], gO.shape[1])
-
-    return finish
-
-
-def finish_wide(q_rows: int, columns: int):
-    """The verb `finish(gO, O, l, unit, row0, lane, vector)`: the same, two elements an access where `vector` allows."""
-    single, double = finish(q_rows, columns, 1), finish(q_rows, columns, 2)
-
-    @verb
-    def finish_wide(gO, O, l, unit, row0, lane, vector):
-        if vector > 1:
-            double(gO, O, l, unit, row0, lane)
-        else:
-            single(gO, O, l, unit, row0, lane)
-
-    return finish_wide
-
-
-def store_lse(q_rows: int):
-    """The verb `store(gLse, m, l, row0, lane)`: gLse[row0 + row] = m in base e + ln l, within gLse."""
-    m_tiles = q_rows // M
-
-    @verb
-    def store(gLse, m, l, row0, lane):
-        for i in range(m_tiles):
-            for h in range(2):
-                row = row0 + (lane >> 2) + M * i + 8 * h
-                if lane & 3 == 0 and row < gLse.shape[0]:
-                    gLse[row] = fma(m[i, h], LN2, fma(m[i, h], LN2_REST, log(l[i, h])))
-
-    return store
 
 
 def ring(slots: int):

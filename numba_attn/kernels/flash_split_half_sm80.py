@@ -37,7 +37,7 @@ from itertools import product
 
 from numba import cuda, float32
 
-from numba_attn.device import mma_tile, split_half
+from numba_attn.device import mma_epilogue, mma_tile, split_half
 from numba_attn.device.mask import Mask
 from numba_attn.device.math import bits, cdiv
 from numba_attn.device.mma_tile import lane_of_chunks, lane_of_rows
@@ -46,7 +46,7 @@ from numba_attn.device.rescue_kernel import FEW_KEYS
 from numba_attn.device.smem import shared_memory
 from numba_attn.device.split_half import PEAK, ROW_BYTES, UNSCALE, extremes, is_safe, peak_of, scales, unit_of
 from numba_attn.device.tile import WARP
-from numba_attn.images import ImageBatches
+from numba_attn.images import ImageBatches, unsuited
 from numba_attn.kernel import Kernel, Launch, Workspace
 from numba_attn.problem import Device, Problem
 
@@ -111,7 +111,6 @@ ONE_PRODUCT = (
     Config(256, warps=8, q_rows=16, k_rows=32, slots=4, products=1),
     Config(256, warps=4, q_rows=16, k_rows=32, slots=4, products=1),
 )
-LEAST_ROWS, LEAST_FLOP = 64, 1e9  # below which other kernels are faster
 
 
 def supports(problem: Problem, device: Device) -> str | None:
@@ -126,13 +125,7 @@ def supports(problem: Problem, device: Device) -> str | None:
 
 
 def suits(problem: Problem, device: Device) -> str | None:
-    if problem.D < split_half.FEW_COLUMNS:
-        return f"fewer than {split_half.FEW_COLUMNS} columns: done one key at a time in fp32, halves would lose digits"
-    if problem.Lq < LEAST_ROWS:
-        return f"fewer than {LEAST_ROWS} rows a head: most of a block would be empty"
-    if problem.flop < LEAST_FLOP:
-        return f"less than {LEAST_FLOP:.0e} operations: three launches take longer than they save"
-    return None
+    return unsuited(problem)
 
 
 def config(problem: Problem, device: Device) -> Config:
@@ -189,8 +182,8 @@ def build_flash(config: Config):
     mask = mma_tile.masked(Q_ROWS, K_ROWS, end_of_row)
     softmax = mma_tile.softmax(Q_ROWS, K_ROWS)
     pv = mma_tile.outputs(Q_ROWS, K_ROWS, COLUMNS, config.o_chain, min(config.products, 3))
-    finish = mma_tile.finish(Q_ROWS, COLUMNS)
-    store_lse = mma_tile.store_lse(Q_ROWS)
+    finish = mma_epilogue.finish(Q_ROWS, COLUMNS)
+    store_lse = mma_epilogue.store_lse(Q_ROWS)
 
     @cuda.jit
     def flash_split_half(Q, K, Q_image, K_image, V_image, Q_record, K_record, V_record, unsafe, O, lse, first_row):

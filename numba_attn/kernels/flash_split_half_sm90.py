@@ -36,7 +36,7 @@ from itertools import product
 
 from numba import cuda, float32, int32
 
-from numba_attn.device import mma_tile, wgmma_tile
+from numba_attn.device import mma_epilogue, mma_tile, wgmma_tile
 from numba_attn.device.mask import Mask
 from numba_attn.device.math import bits, cdiv, quotient
 from numba_attn.device.ptx import opaque
@@ -44,21 +44,11 @@ from numba_attn.device.ptx_sm90 import mbarrier_arrive_expect, mbarrier_wait, se
 from numba_attn.device.rescue_kernel import FEW_KEYS
 from numba_attn.device.smem import shared_memory, shared_tile
 from numba_attn.device.softmax import ONE
-from numba_attn.device.split_half import (
-    FEW_COLUMNS,
-    PEAK,
-    UNSCALE,
-    image_bytes,
-    padded,
-    peak_of,
-    scales,
-    unit_of,
-    verdict,
-)
+from numba_attn.device.split_half import PEAK, UNSCALE, image_bytes, padded, peak_of, scales, unit_of, verdict
 from numba_attn.device.tile import WARP
 from numba_attn.device.wgmma_fragments import GROUP_ROWS, GROUP_THREADS, STEP
 from numba_attn.device.wgmma_tile import BARRIER_BYTES
-from numba_attn.images import ImageBatches
+from numba_attn.images import ImageBatches, unsuited
 from numba_attn.kernel import Kernel, Launch, Workspace
 from numba_attn.problem import Device, Problem
 
@@ -118,7 +108,6 @@ TILES = (
     Config(256, groups=2, part=128, slots=3, s_chains=1, o_columns=64),
 )
 BLOCKS = 132  # one an SM of an H200, with all its registers
-LEAST_ROWS, LEAST_FLOP = 64, 1e9  # below which other kernels are faster
 
 
 def supports(problem: Problem, device: Device) -> str | None:
@@ -132,13 +121,7 @@ def supports(problem: Problem, device: Device) -> str | None:
 def suits(problem: Problem, device: Device) -> str | None:
     if problem.precision == "tf32":
         return "three products: flash_split_half_sm80 has one for precision tf32"
-    if problem.D < FEW_COLUMNS:
-        return f"fewer than {FEW_COLUMNS} columns: done a few keys at a time in fp32, halves would lose digits"
-    if problem.Lq < LEAST_ROWS:
-        return f"fewer than {LEAST_ROWS} rows a head: most of a block would be empty"
-    if problem.flop < LEAST_FLOP:
-        return f"less than {LEAST_FLOP:.0e} operations: three launches take longer than they save"
-    return None
+    return unsuited(problem)
 
 
 def config(problem: Problem, device: Device) -> Config:
@@ -190,7 +173,7 @@ def build_flash(config: Config):
     qk = wgmma_tile.scores(COLUMNS, PART, config.products, SLOTS, config.s_chains)
     mask, softmax = mma_tile.masked(WARP_ROWS, K_ROWS, end_of_row), mma_tile.softmax(WARP_ROWS, K_ROWS)
     split, pv = wgmma_tile.split_left, wgmma_tile.outputs(COLUMNS, PART, SLOTS, config.o_columns)
-    finish, store_lse = mma_tile.finish_wide(WARP_ROWS, COLUMNS), mma_tile.store_lse(WARP_ROWS)
+    finish, store_lse = mma_epilogue.finish_wide(WARP_ROWS, COLUMNS), mma_epilogue.store_lse(WARP_ROWS)
 
     @cuda.jit
     def flash_split_half(

@@ -9,7 +9,7 @@ from numba import cuda, float32
 from toys import nans, randn, simulate
 
 from numba_attn import sim
-from numba_attn.device import mma_tile
+from numba_attn.device import mma_epilogue, mma_tile
 from numba_attn.device.fragments import C_COL, C_ROW
 from numba_attn.device.mask import Mask
 from numba_attn.device.mma_tile import lane_of_chunks, lane_of_rows
@@ -156,7 +156,7 @@ def test_masked(run, q_rows, k_rows, is_causal, row0, col0, Lk):
 
 
 def test_store_lse(run):
-    store = mma_tile.store_lse(32)
+    store = mma_epilogue.store_lse(32)
 
     @cuda.jit
     def kernel(gLse, M, L):
@@ -367,7 +367,7 @@ def test_start(run, q_rows, columns):
 
 
 def finish_kernel(q_rows: int, columns: int, row0: int):
-    finish = mma_tile.finish(q_rows, columns)
+    finish = mma_epilogue.finish(q_rows, columns)
     o_shape, row_shape = (q_rows // 16, n_fragments(columns), 4), (q_rows // 16, 2)
 
     @cuda.jit
