@@ -27,7 +27,13 @@ from numba_attn.device.split_kernel import build_split
 from numba_attn.device.weights_kernel import build_weights
 from numba_attn.device.wgmma_fragments import GROUP_THREADS
 from numba_attn.kernel import OPERANDS, Part, grids
-from numba_attn.kernels import KERNELS, flash_split_half_sm80, flash_split_half_sm90, unfused_split_half_sm80
+from numba_attn.kernels import (
+    KERNELS,
+    flash_split_half_sm80,
+    flash_split_half_sm90,
+    unfused_split_half_sm80,
+    unfused_split_half_sm90,
+)
 from numba_attn.kernels.split_keys_fp32 import MergeConfig
 from numba_attn.launch import cache, compiler
 from numba_attn.problem import H200, MAX_GRID, Device, Problem
@@ -56,6 +62,7 @@ KEY_LOOPS = {
     # The waits for slots cut this loop at every statement of products.
     "flash_split_half_sm90": lambda config: (("HGMMA",), 1),
     "unfused_split_half_sm80": lambda config: (("HMMA",), KEY_LOOP_FMAS),
+    "unfused_split_half_sm90": lambda config: (("HGMMA",), 1),
     "flash_split_half_sm80": lambda config: (("HMMA",), KEY_LOOP_FMAS),
     "warp_streaming_fp32": lambda config: (("FFMA", "LDG"), config.batch),
 }
@@ -65,6 +72,7 @@ KEY_LOOPS = {
 MOST_LOCAL_ACCESSES_IN_KEY_LOOPS = {
     "flash_split_half_sm90": 3,
     "unfused_split_half_sm80": 0,
+    "unfused_split_half_sm90": 0,
     "flash_split_half_sm80": 1,
     "split_keys_fp32": 0,
     "flash_fp32": 0,
@@ -151,6 +159,12 @@ def flash_split_half_sm90_ptx(launch):
     return around_halves_ptx(launch) or (present, (r"mma\.sync", r"ldmatrix", r"cp\.async\.c[ag]", r"\batom\b"))
 
 
+def unfused_split_half_sm90_ptx(launch):
+    copies = r"cp\.async\.bulk\.shared::cluster\.global\.mbarrier::complete_tx::bytes"
+    present = (copies, r"mbarrier\.try_wait\.parity", r"setmaxnreg\.dec", r"setmaxnreg\.inc", r"wgmma\.mma_async\.sync")
+    return around_halves_ptx(launch) or (present, (r"[^w.g]mma\.sync", r"ldmatrix", r"cp\.async\.c[ag]", r"\batom\b"))
+
+
 def unfused_split_half_sm80_ptx(launch):
     of_scores, of_outputs = (r"ex2\.approx\.ftz", r"cvt\.rn\.f16x2\.f32"), (LDMATRIX_TRANS,)
     absent, is_scores = (r"cp\.async\.ca", r"\batom\b"), launch.build is unfused_split_half_sm80.build_scores
@@ -161,6 +175,7 @@ def unfused_split_half_sm80_ptx(launch):
 EXPECTED_PTX = {
     "flash_split_half_sm90": flash_split_half_sm90_ptx,
     "unfused_split_half_sm80": unfused_split_half_sm80_ptx,
+    "unfused_split_half_sm90": unfused_split_half_sm90_ptx,
     "flash_split_half_sm80": flash_split_half_sm80_ptx,
     "split_keys_fp32": split_keys_fp32_ptx,
     "flash_fp32": flash_fp32_ptx,
@@ -364,6 +379,12 @@ def test_one_half_takes_a_third_of_the_products_and_half_of_the_memory():
 def test_products_of_halves_unfused(config):
     per_tile = 3 * (64 // 16) * (32 // 16) * (64 // 8)
     assert products_of(unfused_split_half_sm80, config) == [per_tile, 0, per_tile]
+
+
+@pytest.mark.parametrize("config", list(unfused_split_half_sm90.configs()), ids=str)
+def test_products_of_warpgroups_unfused(config):
+    per_tile = (3 if config.halves == 2 else 1) * (64 // 16) * 2
+    assert products_of(unfused_split_half_sm90, config) == [per_tile, 0, per_tile]
 
 
 @pytest.mark.parametrize("config", list(flash_split_half_sm90.configs()), ids=str)

@@ -1,7 +1,7 @@
 """The launch that does what halves would not serve: blocks left undone, and rows with few keys.
 
 In a sum of few terms fp32 makes few rounding errors, fewer than halves bring along: under causality the first rows of
-each head are done again, by all blocks of the head, and all rows where there are few keys or columns. A warp takes a
+each head are done again, by its first blocks, and all rows where there are few keys or columns. A warp takes a
 row, 32 keys at a time, of which it loads four; lane t has the columns t + 32 i. Between them O is kept in place, so
 that no row is too wide. Keys that do not count are never read, so a NaN or Inf stays where it is. Blocks with nothing
 to do return at once.
@@ -55,7 +55,7 @@ def build_rescue(config: RescueConfig):
     """
     WARPS, STEP = config.threads // WARP, WARP * COLUMNS
     IS_CAUSAL, end_of_row = config.is_causal, Mask(config.is_causal).end
-    PATCH_SHAPE = (KEYS, COLUMNS)
+    PATCH_SHAPE, SHARING = (KEYS, COLUMNS), max(1, FEW_KEYS // WARPS)
 
     @cuda.jit
     def rescue(Q, K, V, unsafe, O, lse, scale, block_m, first_row):
@@ -66,9 +66,10 @@ def build_rescue(config: RescueConfig):
         n_own = min(block_m, Lq - m_block * block_m) if unsafe[head, m_block] != 0 else 0
         few_end = 0
         if IS_CAUSAL:
-            # Rows with few keys, where the block that owns them leaves them: every m_blocks-th one.
-            few_end = min(FEW_KEYS - first_row, Lq) if unsafe[head, 0] == 0 else 0
-        rows = n_own + max(0, (few_end - m_block + m_blocks - 1) // m_blocks)
+            # Rows with few keys, where the block that owns them leaves them: one for each warp of the first blocks.
+            few_end = min(FEW_KEYS - first_row, Lq) if unsafe[head, 0] == 0 and m_block < SHARING else 0
+        sharing = min(SHARING, m_blocks)
+        rows = n_own + max(0, (few_end - m_block + sharing - 1) // sharing)
         b, h = head // H, head % H
         tid = cuda.threadIdx.x
         warp, lane = tid >> 5, tid & 31
@@ -79,7 +80,7 @@ def build_rescue(config: RescueConfig):
         rest = cuda.local.array(KEYS, float32)
 
         for i_row in range(warp, rows, WARPS):
-            row = m_block * block_m + i_row if i_row < n_own else m_block + (i_row - n_own) * m_blocks
+            row = m_block * block_m + i_row if i_row < n_own else m_block + (i_row - n_own) * sharing
             n_end = end_of_row(first_row + row, Lk)
 
             # O, unnormalised, overflows where V is near the largest number: then once more, of smaller values

@@ -108,6 +108,7 @@ TILES = (
     Config(256, groups=2, part=128, slots=3, s_chains=1, o_columns=64),
 )
 BLOCKS = 132  # one an SM of an H200, with all its registers
+FEW_TILES = 16  # of keys, up to which blocks stay for several tasks
 
 
 def supports(problem: Problem, device: Device) -> str | None:
@@ -150,7 +151,9 @@ def workspace(problem: Problem, config: Config) -> dict[str, Workspace]:
 
 
 def launches(problem: Problem, config: Config) -> tuple[Launch, ...]:
-    sizes = {"threads": config.threads, "smem_bytes": config.smem_bytes, "most_blocks": BLOCKS}
+    # Where tasks are long, or of all lengths, a block for each is quicker: the next free SM takes it.
+    most_blocks = BLOCKS if problem.Lk <= FEW_TILES * K_ROWS and not config.is_causal else 0
+    sizes = {"threads": config.threads, "smem_bytes": config.smem_bytes, "most_blocks": most_blocks}
     return images(problem, config).launches_around(build_flash, config, more=(problem.vector,), **sizes)
 
 
