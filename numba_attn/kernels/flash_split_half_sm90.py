@@ -107,8 +107,7 @@ TILES = (
     Config(192, groups=2, part=64, slots=8, s_chains=1, o_columns=64),
     Config(256, groups=2, part=128, slots=3, s_chains=1, o_columns=64),
 )
-BLOCKS = 132  # one an SM of an H200, with all its registers
-FEW_TILES = 16  # of keys, up to which blocks stay for several tasks
+BLOCKS, FEW_TILES = 132, 16  # one an SM of an H200; tiles of keys, up to which blocks stay for several tasks
 
 
 def supports(problem: Problem, device: Device) -> str | None:
@@ -151,7 +150,7 @@ def workspace(problem: Problem, config: Config) -> dict[str, Workspace]:
 
 
 def launches(problem: Problem, config: Config) -> tuple[Launch, ...]:
-    # Where tasks are long, or of all lengths, a block for each is quicker: the next free SM takes it.
+    # Long tasks, or of all lengths, have a block each: the next free SM takes it.
     most_blocks = BLOCKS if problem.Lk <= FEW_TILES * K_ROWS and not config.is_causal else 0
     sizes = {"threads": config.threads, "smem_bytes": config.smem_bytes, "most_blocks": most_blocks}
     return images(problem, config).launches_around(build_flash, config, more=(problem.vector,), **sizes)
