@@ -79,6 +79,7 @@ def test_help(call, command):
         (["bench", "--seconds", "0"], "--seconds is 0"),
         (["mutate"], "required: KERNEL"),
         (["mutate", "flash_fp32", "--equivalent", "missing.toml"], "--equivalent: missing.toml is no file"),
+        (["mutate", "flash_fp32", "--jobs", "0"], "--jobs: 0 is less than 1"),
     ],
 )
 def test_bad_arguments_get_one_line_and_status_2(call, argv, said):
@@ -489,8 +490,9 @@ def test_mutate(call, monkeypatch):
     report = mutate.Report("toy", tuple(mutate.Row("toy.py", m, "error", "race", 0.1) for m in kept), ())
     survived = mutate.Row("toy.py", kept[0], "survived", "", 0.1)
 
-    def run(path, progress, name, equivalent):
+    def run(path, progress, name, equivalent, jobs):
         assert (Path(path), name, equivalent) == (toy, "KERNEL", None)
+        assert jobs == (2 if report.stale else os.cpu_count())
         for number, row in enumerate(report.rows, 1):
             progress(number, len(report.rows), row)
         return report
@@ -500,7 +502,7 @@ def test_mutate(call, monkeypatch):
     assert (status, out.splitlines()) == (0, ["outcome  mutants", "error          3"])
     assert err.splitlines()[-1] == f"3/3 toy.py:{kept[2].line} {kept[2].description}"
     report = mutate.Report("toy", (*report.rows, survived), ("gone: drop",))
-    status, out, _ = call("mutate", toy)
+    status, out, _ = call("mutate", toy, "--jobs", "2")
     assert status == 1
     assert out.startswith(f"SURVIVED toy.py:{kept[0].line} {kept[0].description}\n")
     assert out.endswith("STALE gone: drop\n")
@@ -509,7 +511,7 @@ def test_mutate(call, monkeypatch):
 def test_mutate_for_real(call, monkeypatch):
     monkeypatch.setattr(mutate.run, "__defaults__", (mutate.CASES[:1], None))
     monkeypatch.setattr(mutate, "mutants", lambda path, every=mutate.mutants: every(path)[:4])
-    status, out, _ = call("mutate", ROOT / "tests" / "sim" / "toy_kernel.py")
+    status, out, _ = call("mutate", ROOT / "tests" / "sim" / "toy_kernel.py", "--jobs", "1")
     assert status in (0, 1)
     assert out.startswith(("outcome", "SURVIVED"))
 

@@ -1,4 +1,4 @@
-"""Loads a kernel from changed source: its own, or that of a module of verbs that it depends on."""
+"""Loads a kernel from changed source: its own, or that of a module of the package that it depends on."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import inspect
 import sys
 from pathlib import Path
 
-PACKAGE = "numba_attn.device"
+PACKAGE = "numba_attn"
 
 
 class Loader:
@@ -22,7 +22,7 @@ class Loader:
         self.source = path.read_text(encoding="utf-8")
         self.count = 0
         self.modules: list[str] = []
-        """Modules of verbs that the kernel depends on, each after those that it depends on itself."""
+        """Modules of the package that the kernel depends on, each after those that it depends on itself."""
         self._imports: dict[str, set[str]] = {}
         self._visit(self.source)
 
@@ -50,7 +50,9 @@ class Loader:
         imported = {name: _imported(tree) for name, tree in trees.items()}
         defined = {name: _defined(tree) for name, tree in trees.items()}
         lines: dict[str, list[range]] = {name: [] for name in self.modules}
-        todo, seen = list(_imported(ast.parse(self.source)).values()), set()
+        source = ast.parse(self.source)
+        names = _imported(source)
+        todo, seen = [*names.values(), *_used(source, names)], set()
         while todo:
             module, name = todo.pop()
             if (module, name) in seen or module not in trees:
@@ -61,19 +63,15 @@ class Loader:
                 todo += [imported[module][name]] if name in imported[module] else []
                 continue
             lines[module].append(range(node.lineno, node.end_lineno + 1))
-            for used in {inner.id for inner in ast.walk(node) if isinstance(inner, ast.Name)}:
-                todo.append(imported[module].get(used, (module, used)))
+            todo += _used(node, imported[module])
+            todo += [(module, inner.id) for inner in ast.walk(node) if isinstance(inner, ast.Name)]
         return lines
 
     def _visit(self, source: str) -> set[str]:
-        imported = set()
-        for node in ast.walk(ast.parse(source)):
-            if isinstance(node, ast.ImportFrom) and node.module == PACKAGE:
-                imported |= {f"{PACKAGE}.{alias.name}" for alias in node.names}
-            elif isinstance(node, ast.ImportFrom) and (node.module or "").startswith(PACKAGE + "."):
-                imported.add(node.module)
+        imported = {module for module, _ in _imported(ast.parse(source)).values()}
         for name in sorted(imported):
             if name not in self._imports:
+                self._imports[name] = set()  # already, for modules that import each other
                 self._imports[name] = self._visit(inspect.getsource(importlib.import_module(name)))
                 self.modules.append(name)
         return imported
@@ -93,14 +91,35 @@ class Loader:
         return module
 
 
-def _imported(tree: ast.Module) -> dict[str, tuple[str, str]]:
-    """Names that a source imports from modules of verbs: what each is there."""
-    return {
-        alias.asname or alias.name: (node.module, alias.name)
-        for node in ast.walk(tree)
-        if isinstance(node, ast.ImportFrom) and (node.module or "").startswith(PACKAGE + ".")
-        for alias in node.names
-    }
+def _imported(tree: ast.AST) -> dict[str, tuple[str, str | None]]:
+    """Names that a source imports from the package: module and name there, which is None for a module itself."""
+    found = {}
+    for node in ast.walk(tree):
+        if isinstance(node, ast.ImportFrom) and (node.module or "").split(".")[0] == PACKAGE:
+            for alias in node.names:
+                module = f"{node.module}.{alias.name}"
+                origin = (module, None) if _is_module(module) else (node.module, alias.name)
+                # The package's own names stand for everything.
+                if origin[0] != PACKAGE:
+                    found[alias.asname or alias.name] = origin
+    return found
+
+
+def _is_module(name: str) -> bool:
+    package = name.rpartition(".")[0]
+    return hasattr(importlib.import_module(package), "__path__") and importlib.util.find_spec(name) is not None
+
+
+def _used(node: ast.AST, imported: dict[str, tuple[str, str | None]]) -> list[tuple[str, str | None]]:
+    """What a piece of source uses of the names that its file imports, and of the modules among them."""
+    found = []
+    for inner in ast.walk(node):
+        if isinstance(inner, ast.Name) and inner.id in imported:
+            found.append(imported[inner.id])
+        elif isinstance(inner, ast.Attribute) and isinstance(inner.value, ast.Name):
+            module, name = imported.get(inner.value.id, ("", ""))
+            found += [(module, inner.attr)] if name is None else []
+    return found
 
 
 def _defined(tree: ast.Module) -> dict[str, ast.stmt]:

@@ -2,106 +2,49 @@
 
     report = run("numba_attn/kernels/flash_fp32.py")
 
-plants faults in the kernel and in the verbs that its file imports, and runs each mutant over small problems until one
-catches it: by an error of the simulator, an exception, a result off
-the reference, or a run that does not end. Equivalent mutants are listed in a TOML file, by kernel, with the text of
-their line and their description:
+plants faults in the kernels that its launches run and in the verbs that these use, wherever in the package they are
+defined, and runs each mutant over small problems until one catches it: by an error of the simulator, an exception, a
+result off the reference, or a run that does not end. Mutants that survive are listed in a TOML file, by kernel, with
+the text of their line and their description:
 
     [[flash_fp32]]
     line = "n_end = min(m0 + BLOCK_M, Lk)"
     mutant = "min -> max in `min(m0 + BLOCK_M, Lk)`"
     reason = "only skips work"
+
+They are equivalent, unless `test` names a test of the repository: then that must fail under the mutant, which changes
+what these problems do not show, such as the last digits. The problems are not tried with it.
 """
 
 from __future__ import annotations
 
 import importlib
+import inspect
+import multiprocessing
 import tempfile
 import time
 import tomllib
 from collections import Counter
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
 
 import numpy as np
 
 from numba_attn import reference
+from numba_attn.sim.cases import CASES, Case
 from numba_attn.sim.errors import SimulationError
 from numba_attn.sim.loader import Loader
 from numba_attn.sim.mutants import Mutant, mutants
+from numba_attn.sim.named_test import NamedTests
 from numba_attn.sim.run import attention
 from numba_attn.sim.time_limit import TimeLimit, time_limit
 
 __all__ = ["CASES", "Case", "Mutant", "Report", "Row", "mutants", "run"]
 
-TOLERANCE = 1e-5  # of a row's norm; fp32 evaluations of these sizes differ by less than 1e-6
 LIMIT_FACTOR = 20  # a mutant that takes this many times the kernel's own time does not end
 LEAST_LIMIT_S = 10.0
 EQUIVALENT = Path(__file__).parents[2] / "tests" / "sim" / "equivalent_mutants.toml"
-
-
-@dataclass(frozen=True, slots=True)
-class Case:
-    """One small attention call."""
-
-    B: int
-    H: int
-    Lq: int
-    Lk: int
-    D: int
-    Dv: int
-    causal: bool = False
-    lse: bool = True
-    poison: int | None = None
-    """K and V are NaN from this row on, those that causality removes from every row included."""
-    spread: float = 4
-    """Standard deviation of the scores; where it is large, exp overflows unless the maximum is subtracted."""
-    minus_inf: int = 0
-    """The scores of the first keys are -inf."""
-    last_inf: bool = False
-    """The last element of V is Inf."""
-
-    def inputs(self) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-        """q, k, v, the same in every run."""
-        generator = np.random.default_rng(0)
-        shapes = ((self.Lq, self.D), (self.Lk, self.D), (self.Lk, self.Dv))
-        q, k, v = (generator.standard_normal((self.B, self.H, *shape), dtype=np.float32) for shape in shapes)
-        q *= self.spread
-        if self.poison is not None:
-            k[:, :, self.poison :] = v[:, :, self.poison :] = np.nan
-        if self.minus_inf:
-            q[..., 0] = 1
-            k[:, :, : self.minus_inf, 0] = -np.inf
-        if self.last_inf:
-            v[..., -1, -1] = np.inf
-        return q, k, v
-
-
-CASES = (
-    Case(1, 1, 3, 5, 5, 3),
-    Case(1, 2, 5, 37, 6, 9),
-    Case(1, 1, 6, 6, 8, 4, causal=True, lse=False),
-    Case(2, 1, 9, 40, 12, 36),
-    Case(1, 1, 11, 9, 4, 5, causal=True),
-    Case(1, 1, 5, 40, 4, 4, causal=True, poison=5),
-    Case(1, 1, 36, 40, 3, 2, causal=True, poison=17),
-    Case(1, 1, 36, 40, 3, 2, causal=True, poison=33),
-    Case(2, 2, 3, 70, 20, 70, lse=False),
-    Case(1, 1, 40, 70, 9, 33, causal=True),
-    Case(1, 1, 4, 64, 32, 64),
-    Case(1, 1, 3, 9, 70, 7),
-    Case(1, 1, 3, 40, 72, 68),
-    Case(1, 1, 3, 70, 4, 4, minus_inf=40),
-    Case(1, 1, 3, 5, 1, 4, minus_inf=2),
-    Case(1, 1, 3, 70, 4, 4, spread=200),
-    Case(1, 1, 3, 40, 4, 4, last_inf=True),
-    Case(1, 1, 1, 245, 2, 4),
-    Case(1, 1, 3, 0, 4, 4),
-)
-"""Tails in every length, several tiles and slices, both kinds of causal excess, keys that must not be touched, an Inf
-that is attended, an infinity in the last column of K, more chunks than a warp has lanes."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -112,9 +55,9 @@ class Row:
     """The kernel's file or a module of verbs."""
     mutant: Mutant
     outcome: str
-    """`error` (of the simulator), `exception`, `wrong`, `endless`, `equivalent` or `survived`."""
+    """`error` (of the simulator), `exception`, `wrong`, `endless`, `tested`, `equivalent` or `survived`."""
     detail: str
-    """First sentence of what caught it, or the reason why it is equivalent."""
+    """First sentence of what caught it, or the reason why it is listed."""
     seconds: float
 
 
@@ -125,7 +68,7 @@ class Report:
     kernel: str
     rows: tuple[Row, ...]
     stale: tuple[str, ...]
-    """Listed as equivalent, but caught or no longer there."""
+    """Listed, but caught or no longer there."""
 
     @property
     def counts(self) -> dict[str, int]:
@@ -134,7 +77,7 @@ class Report:
 
     @property
     def ok(self) -> bool:
-        """Whether every mutant is caught or equivalent, and every listed one is still there."""
+        """Whether every mutant is caught, tested or equivalent, and every listed one is still there."""
         return not self.stale and not any(row.outcome == "survived" for row in self.rows)
 
 
@@ -146,80 +89,147 @@ def run(
     name: str = "KERNEL",
     verbs: Iterable[str] | None = None,
     equivalent: str | Path | None = None,
+    jobs: int = 1,
 ) -> Report:
     """Try every mutant of a kernel file.
 
     Args:
         kernel_file: the file; its `name` is a `Kernel`.
-        cases: the calls to try, cheap ones first. None: `CASES`.
+        cases: the calls to try. None: `CASES`.
         progress: called after each mutant with its number, their count and its row.
         name: what the file calls its `Kernel`.
-        verbs: modules whose verbs are mutated too, as far as the kernel uses them. None: all of `numba_attn.device`
-            that it depends on.
-        equivalent: TOML file of the mutants known to be equivalent. None: the repository's own, if there is one.
+        verbs: modules of the package that are mutated too, as far as the kernel uses them. None: all that it depends
+            on.
+        equivalent: TOML file of the mutants known to survive. None: the repository's own, if there is one.
+        jobs: processes to share the mutants.
 
     Raises:
-        ValueError: the kernel itself fails one of the cases that it supports.
+        ValueError: the kernel itself fails one of the cases that it supports, or a test of the list.
     """
     path = Path(kernel_file)
     with tempfile.TemporaryDirectory() as folder:
         loader = Loader(path, Path(folder), name)
         kernel = loader.kernel()
-        cases, limits = _baseline(kernel, CASES if cases is None else cases)
+        cases = _baseline(kernel, CASES if cases is None else cases)
         known = _known(EQUIVALENT if equivalent is None else Path(equivalent), kernel.name)
+        tests = NamedTests({entry["test"] for entry in known.values() if "test" in entry})
         reached = loader.reached()
         found = [(None, mutant) for mutant in mutants(path)]
         for module in loader.modules if verbs is None else verbs:
             for mutant in mutants(importlib.import_module(module)):
                 if any(mutant.line in lines for lines in reached[module]):
                     found.append((module, mutant))
+        trial = _Trial(loader, cases, known, tests)
         rows = []
-        for number, (module, mutant) in enumerate(found, 1):
-            start = time.perf_counter()
-            outcome, detail = _try(partial(loader.kernel, mutant.source, module), cases, limits)
-            reason = known.get((mutant.text, mutant.description))
-            if outcome == "survived" and reason:
-                outcome, detail = "equivalent", reason
-            rows.append(Row(module or path.name, mutant, outcome, detail, time.perf_counter() - start))
+        for row in _in_processes(trial, found, jobs):
+            rows.append(row)
             if progress is not None:
-                progress(number, len(found), rows[-1])
-    alive = {(row.mutant.text, row.mutant.description) for row in rows if row.outcome == "equivalent"}
+                progress(len(rows), len(found), row)
+    alive = {(row.mutant.text, row.mutant.description) for row in rows if row.outcome in ("equivalent", "tested")}
     return Report(
         kernel.name, tuple(rows), tuple(f"{text}: {what}" for text, what in known if (text, what) not in alive)
     )
 
 
-def _baseline(kernel, cases) -> tuple[list, list[float]]:
-    """The cases, inputs and expected results; and the time that a mutant may take for each."""
-    prepared, limits = [], []
-    for case in cases:
-        q, k, v = case.inputs()
-        expected = reference.attention(q, k, v, causal=case.causal)
+@dataclass(frozen=True)
+class _Prepared:
+    """A case with what it needs, and what its result must be."""
+
+    case: Case
+    inputs: tuple
+    expected: tuple
+    seconds: float
+    """That the kernel itself takes."""
+
+    @property
+    def limit(self) -> float:
+        """What a mutant may take."""
+        return max(LIMIT_FACTOR * self.seconds, LEAST_LIMIT_S)
+
+
+class _Trial:
+    """What happens to one mutant, given as its module (None: the kernel's file) and itself."""
+
+    def __init__(self, loader: Loader, cases: list[_Prepared], known: dict[tuple[str, str], dict], tests: NamedTests):
+        self.loader, self.cases, self.known, self.tests = loader, cases, known, tests
+        self.hits = [0.0] * len(cases)
+
+    def __call__(self, found: tuple[str | None, Mutant]) -> Row:
+        module, mutant = found
         start = time.perf_counter()
-        wrong = _mistake(kernel, case, (q, k, v), expected)
+        entry = self.known.get((mutant.text, mutant.description), {})
+        if "test" in entry:
+            file = self.loader.path if module is None else Path(inspect.getsourcefile(importlib.import_module(module)))
+            fails = self.tests.fails(entry["test"], file, mutant.source)
+            outcome = "tested" if fails else "survived"
+            detail = f"{entry['reason']}: {entry['test']}" if fails else f"{entry['test']} passes"
+        else:
+            outcome, detail = self._try(self.loader.kernel(mutant.source, module))
+            if outcome == "survived" and entry:
+                outcome, detail = "equivalent", entry["reason"]
+        return Row(module or self.loader.path.name, mutant, outcome, detail, time.perf_counter() - start)
+
+    def _try(self, kernel) -> tuple[str, str]:
+        # What caught the last mutants, close to this one, is likely to catch it too: cheap and successful cases first.
+        order = sorted(range(len(self.cases)), key=lambda i: self.cases[i].seconds / (0.05 + self.hits[i]))
+        for i in order:
+            outcome, detail = _try(kernel, self.cases[i])
+            if outcome != "survived":
+                self.hits = [0.8 * hits for hits in self.hits]
+                self.hits[i] += 1
+                return outcome, detail
+        return "survived", ""
+
+
+def _in_processes(trial: _Trial, found: list, jobs: int) -> Iterator[Row]:
+    """The rows, in order."""
+    if jobs == 1 or "fork" not in multiprocessing.get_all_start_methods():
+        yield from map(trial, found)
+        return
+    # Forked, not spawned: the processes share the kernel, the inputs and whatever a test has replaced.
+    with multiprocessing.get_context("fork").Pool(jobs, _keep, (trial,)) as pool:
+        yield from pool.imap(_try_kept, found)
+
+
+def _keep(trial: _Trial) -> None:
+    global _kept
+    _kept = trial
+    # Each process writes its sources to a folder of its own.
+    folder = trial.loader.folder / multiprocessing.current_process().name
+    folder.mkdir()
+    trial.loader.folder = folder
+
+
+def _try_kept(found) -> Row:
+    return _kept(found)
+
+
+def _baseline(kernel, cases) -> list[_Prepared]:
+    """The cases, which the kernel itself must pass."""
+    prepared = []
+    for case in cases:
+        inputs = case.inputs()
+        expected = reference.attention(*inputs, causal=case.causal)
+        start = time.perf_counter()
+        wrong = _mistake(kernel, case, inputs, expected)
         if wrong:
             raise ValueError(f"{kernel.name} itself fails {case}: {wrong}")
-        limits.append(max(LIMIT_FACTOR * (time.perf_counter() - start), LEAST_LIMIT_S))
-        prepared.append((case, (q, k, v), expected))
-    return prepared, limits
+        prepared.append(_Prepared(case, inputs, expected, time.perf_counter() - start))
+    return prepared
 
 
-def _try(load: Callable, cases, limits) -> tuple[str, str]:
-    kernel = load()
-    for (case, inputs, expected), limit in zip(cases, limits, strict=True):
-        try:
-            with time_limit(limit):
-                wrong = _mistake(kernel, case, inputs, expected)
-        except SimulationError as error:
-            kind = "exception" if error.__cause__ is not None else "error"
-            return kind, str(error).split("; kernel")[0]
-        except TimeLimit:
-            return "endless", f"{case} not done after {limit:.0f} s"
-        except Exception as error:
-            return "exception", f"{type(error).__name__}: {error}"
-        if wrong:
-            return "wrong", f"{wrong} in {case}"
-    return "survived", ""
+def _try(kernel, prepared: _Prepared) -> tuple[str, str]:
+    try:
+        with time_limit(prepared.limit):
+            wrong = _mistake(kernel, prepared.case, prepared.inputs, prepared.expected)
+    except SimulationError as error:
+        kind = "exception" if error.__cause__ is not None else "error"
+        return kind, str(error).split("; kernel")[0]
+    except TimeLimit:
+        return "endless", f"{prepared.case} not done after {prepared.limit:.0f} s"
+    except Exception as error:
+        return "exception", f"{type(error).__name__}: {error}"
+    return ("wrong", f"{wrong} in {prepared.case}") if wrong else ("survived", "")
 
 
 def _mistake(kernel, case: Case, inputs, expected) -> str:
@@ -231,7 +241,7 @@ def _mistake(kernel, case: Case, inputs, expected) -> str:
     for what, got, want, scale in (("O", o, expected_o, size), ("lse", lse, expected_lse, 1 + np.abs(expected_lse))):
         if got is not None:
             with np.errstate(invalid="ignore"):
-                close = np.abs(got - want) <= TOLERANCE * scale
+                close = np.abs(got - want) <= case.tolerance * scale
             same = close | (got == want) | (np.isnan(got) & np.isnan(want))
             if not same.all():
                 first = tuple(map(int, np.argwhere(~same)[0]))
@@ -239,8 +249,8 @@ def _mistake(kernel, case: Case, inputs, expected) -> str:
     return ""
 
 
-def _known(path: Path, kernel: str) -> dict[tuple[str, str], str]:
+def _known(path: Path, kernel: str) -> dict[tuple[str, str], dict]:
     if not path.exists():
         return {}
     entries = tomllib.loads(path.read_text(encoding="utf-8")).get(kernel, [])
-    return {(entry["line"], entry["mutant"]): entry["reason"] for entry in entries}
+    return {(entry["line"], entry["mutant"]): entry for entry in entries}

@@ -111,6 +111,14 @@ def test_long_chains_truncate_and_short_ones_round(run):
     assert np.all(scores_of(run, Q, K, chain=1) == 1 + 15 * 2.0**-23)  # each rounds up
 
 
+def test_small_products_of_short_sums_come_first(run):
+    # lo hi of column 2 is 3/4 of an ulp of the rest: one sum with it is truncated, two would round up.
+    Q, K = np.zeros((16, 32), np.float32), np.zeros((16, 32), np.float32)
+    Q[:, 0], Q[:, 2], Q[:, 3] = 1, 1 + 2.0**-12, -1
+    K[:, 0], K[:, 2], K[:, 3] = 1, 0.75 * 2.0**-11, 0.75 * 2.0**-11
+    assert np.all(scores_of(run, Q, K, chain=2) == 1)
+
+
 def test_products_of_halves(run):
     # x = hi + lo with lo = 2^-11: x x = 1 + 2^-10 + 2^-22, all of which fp32 holds.
     Q, K = np.zeros((16, 16), np.float32), np.zeros((16, 16), np.float32)
@@ -227,7 +235,7 @@ def by_rows(x) -> np.ndarray:
     return x.reshape(8, 4, -1).transpose(2, 0, 1).reshape(-1, 4)
 
 
-@pytest.mark.parametrize(("q_rows", "k_rows"), [(16, 16), (16, 32), (32, 32)])
+@pytest.mark.parametrize(("q_rows", "k_rows"), [(16, 16), (16, 32), (16, 48), (32, 32)])
 @pytest.mark.parametrize("unit", [1, 2.0**-30])
 def test_softmax(run, q_rows, k_rows, unit):
     exponents = 6 * randn(q_rows, k_rows).astype(np.float64)

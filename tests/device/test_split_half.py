@@ -463,6 +463,14 @@ def test_records_at_odd_scales(run, scale):
         assert not abs(scale) <= 1e30
 
 
+@pytest.mark.parametrize(("factor", "scale"), [(2.0**-120, 1e30), (INF, 0)])
+def test_queries_without_a_scale_count_as_infinite(run, factor, scale):
+    # 1e30 times the power of two that suits 2^-120 is infinite; Inf times 0 is NaN.
+    Q = (factor * tile_with(TILES["usual"]))[None, None].astype(np.float32)
+    _, (record, *_) = split_tiles(run, Q, Q, Q, 16, 16, scale=scale)
+    assert record[0, 0, sh.AMAX] == INF
+
+
 @pytest.mark.parametrize(("rows", "columns", "warps"), [(16, 16, 2), (32, 64, 2), (16, 128, 4)])
 def test_round_trip(run, rows, columns, warps):
     """What the split kernel writes, copied to shared memory and read as fragments, is the matrix."""

@@ -9,10 +9,12 @@ from pathlib import Path
 
 import pytest
 
-from numba_attn.device import softmax
-from numba_attn.kernels import flash_fp32
+from numba_attn.device import mma_tile, rescue_kernel, softmax, split_half, split_kernel
+from numba_attn.kernels import flash_fp32, flash_split_half_sm80
+from numba_attn.problem import Problem
 from numba_attn.sim import mutate
 from numba_attn.sim.loader import Loader
+from numba_attn.sim.named_test import NamedTests
 from numba_attn.sim.time_limit import TimeLimit, time_limit
 
 TOY = Path(__file__).with_name("toy_kernel.py")
@@ -61,6 +63,13 @@ def _mutants(tmp_path, body: str) -> dict[str, str]:
                 "add 1 to the subscript of `A[0]`": "O[n, A[(0) + 1]] = 1",
             },
         ),
+        ("x = A[1:n]", {"add 1 to the start of the subscript of `A[1:n]`": "x = A[(1) + 1:n]"}),
+        ("x = A[:n]", {}),
+        ("for i in range(n): O(i)", {}),
+        (
+            "x = (n < 3) & flag",
+            {"drop the test `n < 3`": "x = (True) & flag", "< -> <= in `n < 3`": "x = (n <= 3) & flag"},
+        ),
         (
             "x = 1 if n < 3 and flag else 0",
             {
@@ -87,6 +96,67 @@ def test_a_mutant_of_several_lines_keeps_the_line_numbers(tmp_path):
     assert top.line == 6
 
 
+UNROLLED = """
+def width(n):
+    return [i for i in range(n)]
+
+
+def load(e, A, n):
+    return A[n]
+
+
+def other(n):
+    return A[n]
+
+
+def scores(rows):
+    if rows < 3:
+        rows = 3
+
+    @unrolled
+    def qk(e, S, A):
+        for i in width(rows):
+            S(e.where(i < 2, load(e, A, i), 0.0))
+
+    return qk
+"""
+
+
+def test_unrolled_verbs_lose_turns_and_so_do_the_functions_that_they_call(tmp_path):
+    file = tmp_path / "verbs.py"
+    file.write_text(UNROLLED)
+    found = {mutant.description: mutant.source.splitlines()[mutant.line - 1].strip() for mutant in mutate.mutants(file)}
+    assert found == {
+        "leave out the last turn of `for i in range(n)`": "return [i for i in list(range(n))[:-1]]",
+        "add 1 to the subscript of `A[n]`": "return A[(n) + 1]",
+        "leave out the last turn of `for i in width(rows)`": "for i in list(width(rows))[:-1]:",
+        "drop the test `i < 2`": "S(e.where(True, load(e, A, i), 0.0))",
+        "< -> <= in `i < 2`": "S(e.where(i <= 2, load(e, A, i), 0.0))",
+    }
+    assert len(mutate.mutants(file)) == 5, "that of `other`, which no unrolled verb calls, is none"
+
+
+def test_every_launch_of_a_kernel_is_mutated(tmp_path):
+    loader = Loader(Path(flash_split_half_sm80.__file__), tmp_path, "KERNEL")
+    reached = loader.reached()
+    for function in (
+        split_kernel.build_split,
+        rescue_kernel.build_rescue,
+        mma_tile.scores,
+        mma_tile._products,
+        split_half.split,
+    ):
+        line = inspect.getsourcelines(function)[1]
+        assert any(line in lines for lines in reached[function.__module__]), function
+    assert not any(inspect.getsourcelines(softmax.warp_sum)[1] in lines for lines in reached[mma_tile.__name__])
+    # A changed verb reaches the launch that another module builds.
+    kernel = loader.kernel(inspect.getsource(split_kernel), split_kernel.__name__)
+    problem = Problem(1, 1, 1, 40, 40, 4, 4)
+    split, flash, rescue = kernel.launches(problem, kernel.small_config(problem))
+    assert split.build.__code__.co_filename.startswith(str(tmp_path))
+    assert rescue.build is rescue_kernel.build_rescue
+
+
 def test_report(tmp_path):
     (tmp_path / "equivalent.toml").write_text(EQUIVALENT)
     seen = []
@@ -99,7 +169,49 @@ def test_report(tmp_path):
     assert report.counts["wrong"] > 5
     assert [number for number, _, _ in seen] == list(range(1, len(report.rows) + 1))
     races = [row for row in report.rows if row.mutant.description == "drop `cuda.syncwarp()`"]
-    assert [row.detail.split()[0] for row in races] == ["race:", "read"]
+    assert len(races) == 2
+    # Which of the cases shows it depends on the time that each takes.
+    assert {row.detail.split()[0] for row in races} <= {"race:", "read"}
+
+
+def test_processes_share_the_mutants(tmp_path):
+    (tmp_path / "equivalent.toml").write_text(EQUIVALENT)
+    seen, results = [], []
+    for jobs in (1, 2):
+        report = mutate.run(
+            TOY, CASES[:2], lambda *row: seen.append(row), equivalent=tmp_path / "equivalent.toml", jobs=jobs
+        )
+        results.append([(row.mutant, row.outcome == "survived") for row in report.rows])
+    assert results[0] == results[1]
+    assert [number for number, _, _ in seen] == [*range(1, len(results[0]) + 1)] * 2
+
+
+RING = "tests/device/test_mma_tile.py::test_ring[simulator-2]"
+
+
+def test_a_named_test_fails_under_a_mutant():
+    (mutant,) = (m for m in mutate.mutants(mma_tile) if m.description == "drop the test `slot < slots - 1`")
+    file = Path(mma_tile.__file__)
+    tests = NamedTests([RING])
+    assert tests.fails(RING, file, mutant.source)
+    assert not tests.fails(RING, file, file.read_text())
+
+
+def test_a_named_test_must_be_there():
+    with pytest.raises(ValueError, match="no_such_test must pass before a mutant is tried: exit code 4"):
+        NamedTests(["tests/sim/test_mutate.py::no_such_test"])
+
+
+def test_survivors_that_a_named_test_must_catch(tmp_path, monkeypatch):
+    monkeypatch.setattr(NamedTests, "__init__", lambda self, names: None)
+    entry = f'{EQUIVALENT}test = "tests/some.py::test_name"\n'
+    (tmp_path / "equivalent.toml").write_text(entry)
+    for fails, outcome in ((True, "tested"), (False, "survived")):
+        monkeypatch.setattr(NamedTests, "fails", lambda self, name, file, source, fails=fails: fails and file == TOY)
+        report = mutate.run(TOY, CASES, equivalent=tmp_path / "equivalent.toml")
+        (row,) = (row for row in report.rows if row.mutant.description == "drop the test `lane == 0`")
+        assert row.outcome == outcome and "tests/some.py::test_name" in row.detail
+        assert report.ok == fails
 
 
 def test_survivors_and_stale_entries_are_not_ok(tmp_path):
