@@ -26,8 +26,9 @@ Rows with fewer than 32 keys are left to fp32 in any case, see `rescue_kernel`.
 
 One half, for results of class tf32: fp16(x 2^e) alone has the 11 significant bits of TF32, and is off by 2^-12 of x,
 or as before by 2^-39 of the tile's largest number. So it loses digits below 2^-28 of that where two halves do below
-2^-16, and what it must not lose is 2^12 times as large: blocks are safe up to D max|Q| max|K| = 2^23 (what is lost of
-a score is 2^-15, P being off by 2^-12 anyway), with rows of V down to 2^-24 of the largest (`SLACK`).
+2^-16, and what it must not lose is 2^12 times as large: blocks are safe with rows of V down to 2^-24 of the largest
+(`SLACK`). D max|Q| max|K| <= 2^11 has to hold in any case: beyond, TF32's own rounding decides between keys that nearly
+tie, and no two evaluations agree.
 """
 
 from __future__ import annotations
@@ -37,7 +38,7 @@ from numba import float32
 
 from numba_attn.device.math import LOG2E, fma, from_bits
 from numba_attn.device.ptx import opaque
-from numba_attn.device.softmax import ZERO, warp_max
+from numba_attn.device.softmax import ONE, ZERO, warp_max
 from numba_attn.device.tile import WARP
 from numba_attn.device.unrolled import unrolled
 from numba_attn.device.verb import verb
@@ -143,7 +144,7 @@ def is_safe(D, q_amax, q_level, k_amax, k_level, v_amax, v_min, slack):
     highest_score = D * q_amax * k_amax
     finite = (q_amax < INF) & (k_amax < INF) & (v_amax < INF) & (highest_score < INF)
     dense = (q_level >= Q_LEVEL * q_amax) & (k_level >= K_LEVEL * k_amax)
-    scores = (highest_score <= slack * MAX_SCORE) | dense
+    scores = (highest_score <= MAX_SCORE) | (dense & (slack == ONE))
     return finite & (D >= FEW_COLUMNS) & scores & (slack * v_min >= V_SPREAD * v_amax)
 
 
