@@ -51,9 +51,10 @@ REGISTERS_PER_SM, REGISTER_UNIT = 65536, 8
 STATIC_SMEM_BYTES = 48 * 1024
 
 # Stores and loads together. Patches that fill 255 registers leave none for what a chunk of keys needs only at its
-# ends (lengths, strides, row statistics), nor the 24 of a warp that only copies for what it decides once a task; more
-# than this many bytes would be accumulators. That none of it is in a key loop is gated below.
-MOST_SPILL_BYTES = 768
+# ends (lengths, strides, row statistics); more than this many bytes would be accumulators. That none of it is in a key
+# loop is gated below. In flash_split_half_sm90 the warp that only copies decides with 24 registers what is safe, once a
+# task.
+MOST_SPILL_BYTES, MOST_SPILL_BYTES_OF = 640, {"flash_split_half_sm90": 768}
 
 KEY_LOOP_FMAS = 32
 """A basic block with as many fused multiply-adds as this is the body of a key loop."""
@@ -237,8 +238,8 @@ def machine_code(kernel, config, arch: str) -> list:
     return [(launch, compiler.binary(launch, workspace, arch)) for launch in grids(kernel.launches(PROBLEM, config))]
 
 
-def check_resources(device: Device, launch, binary) -> None:
-    assert binary.spill_bytes <= MOST_SPILL_BYTES
+def check_resources(device: Device, kernel, launch, binary) -> None:
+    assert binary.spill_bytes <= MOST_SPILL_BYTES_OF.get(kernel.name, MOST_SPILL_BYTES)
     allocated = -(-binary.registers // REGISTER_UNIT) * REGISTER_UNIT
     assert allocated * launch.threads * launch.min_blocks <= REGISTERS_PER_SM
     assert binary.static_smem_bytes <= STATIC_SMEM_BYTES
@@ -249,7 +250,7 @@ def check_resources(device: Device, launch, binary) -> None:
 @each_config(H200)
 def test_resources(kernel, config):
     for launch, binary in machine_code(kernel, config, H200.arch):
-        check_resources(H200, launch, binary)
+        check_resources(H200, kernel, launch, binary)
 
 
 @pytest.mark.parametrize("device", [A100, SMALL], ids=lambda device: device.arch)
@@ -261,7 +262,7 @@ def test_other_architectures(kernel, device):
     assert configs
     for config in configs:
         for launch, binary in machine_code(kernel, config, device.arch):
-            check_resources(device, launch, binary)
+            check_resources(device, kernel, launch, binary)
 
 
 @functools.cache
