@@ -151,7 +151,7 @@ def build_scores(config: Config):
     def scores(Q, K, Q_image, K_image, Q_record, K_record, P_image, M, L, unsafe, first_row):
         # who am I: block -> head, m_block, n_block; a warp owns M_ROWS rows and one group of keys
         Lq, D, Lk = Q.shape[2], Q.shape[3], K.shape[2]
-        n_blocks, m_blocks = (Lk + BLOCK_N - 1) // BLOCK_N, unsafe.shape[1]
+        n_blocks, m_blocks = max(1, (Lk + BLOCK_N - 1) // BLOCK_N), unsafe.shape[1]
         block, n_block = cuda.blockIdx.x // n_blocks, cuda.blockIdx.x % n_blocks
         head, m_block = block // m_blocks, block % m_blocks
         m0 = m_block * BLOCK_M

@@ -143,7 +143,7 @@ def test_every_launch_of_a_kernel_is_mutated(tmp_path):
         split_kernel.build_split,
         rescue_kernel.build_rescue,
         mma_tile.scores,
-        mma_tile._products,
+        mma_tile.products_of,
         split_half.split,
     ):
         line = inspect.getsourcelines(function)[1]
