@@ -402,6 +402,6 @@ def test_cupy_multiplies_too():
 
 def test_they_are_left_out_without_torch(monkeypatch):
     monkeypatch.setattr(torch_backends, "cuda_torch", lambda: (None, "torch is not installed"))
-    reasons = {kernel.name: check.why_left_out(kernel) for kernel in KERNELS}
+    reasons = {kernel.name: check.why_left_out(kernel, H200) for kernel in KERNELS}
     assert reasons.pop("unfused_fp32") == "it multiplies with torch or CuPy, and torch is not installed"
     assert set(reasons.values()) == {None}
