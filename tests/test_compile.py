@@ -72,7 +72,7 @@ KEY_LOOPS = {
 # Two blocks of 512 threads an SM leave 64 registers a thread: one pointer waits beside 16 shared loads of 16 bytes.
 MOST_LOCAL_ACCESSES_IN_KEY_LOOPS = {
     "flash_split_half_sm90": 3,
-    "unfused_split_half_sm80": 0,
+    "unfused_split_half_sm80": 1,
     "unfused_split_half_sm90": 0,
     "flash_split_half_sm80": 1,
     "split_keys_fp32": 0,
@@ -139,7 +139,7 @@ def around_halves_ptx(launch):
     if launch.build is build_rescue:
         return (r"shfl\.sync\.bfly", r"ld\.global\.f32"), (r"mma", r"cp\.async")
     if launch.build is build_weights:
-        return (r"ex2\.approx\.f32", r"ld\.global\.f32", r"st\.global\.[fu]32"), (r"mma", r"cp\.async", r"\.shared")
+        return (r"ex2\.approx\.ftz", r"ld\.global\.f32", r"st\.global\.[fu]32"), (r"mma", r"cp\.async", r"\.shared")
     return None
 
 
