@@ -13,6 +13,25 @@ from numba_attn.device.unrolled import unrolled
 from numba_attn.device.verb import verb
 
 
+def over_lanes(e, x):
+    """The sum of x over the four lanes of a row, in each of them."""
+    for distance in (1, 2):
+        x = x + e.shfl_xor(x, distance)
+    return x
+
+
+def sum_lanes(tiles: int):
+    """The verb `sum_lanes(l)`: l[i, h], over the four lanes of a row."""
+
+    @unrolled
+    def sum_lanes(e, l):
+        for i in range(tiles):
+            for h in range(2):
+                l[i, h] = over_lanes(e, l[i, h])
+
+    return sum_lanes
+
+
 def finish(q_rows: int, columns: int, vector: int = 1):
     """The verb `finish(gO, O, l, unit, row0, lane)`: gO[row0 + row, column] = unit O / l, within gO.
 
@@ -23,10 +42,7 @@ def finish(q_rows: int, columns: int, vector: int = 1):
     def store(e, gO, O, l, unit, row, col, rows, columns_left):
         for i in range(q_rows // M):
             for h in range(2):
-                total = l[i, h]
-                for distance in (1, 2):
-                    total = total + e.shfl_xor(total, distance)
-                l[i, h] = total
+                l[i, h] = total = over_lanes(e, l[i, h])
                 inverse = e.where(total > 0.0, e.number(1.0) / total, 0.0)
                 at = row + (M * i + 8 * h)
                 for j in range(-(-columns // N)):

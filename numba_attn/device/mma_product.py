@@ -6,6 +6,7 @@ and `TILE` columns in shared memory, images of `split_half`.
 
 from __future__ import annotations
 
+from numba_attn.device import mma_epilogue
 from numba_attn.device.fragments import K, M, N
 from numba_attn.device.mma_tile import half_of, load_matrices, products_of
 from numba_attn.device.split_half import (
@@ -119,18 +120,11 @@ def store_image(m_rows: int, n_columns: int):
 
 def store_statistics(m_rows: int):
     """The verb `store(gM, gL, m, l, row0, lane)`: m and the sum of l over the four lanes of a row, at row0 + row."""
-    m_tiles = m_rows // M
-
-    @unrolled
-    def add_lanes(e, l):
-        for i in range(m_tiles):
-            for h in range(2):
-                for distance in (1, 2):
-                    l[i, h] = l[i, h] + e.shfl_xor(l[i, h], distance)
+    m_tiles, sum_lanes = m_rows // M, mma_epilogue.sum_lanes(m_rows // M)
 
     @verb
     def store(gM, gL, m, l, row0, lane):
-        add_lanes(l)
+        sum_lanes(l)
         if lane & 3 == 0:
             for i in range(m_tiles):
                 for h in range(2):

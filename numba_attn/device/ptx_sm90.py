@@ -7,7 +7,7 @@ from numba.cuda import types
 from numba.cuda.extending import intrinsic
 
 from numba_attn.device.ptx import F32, VOID, emit
-from numba_attn.device.verb import twin_of, verb
+from numba_attn.device.verb import twin_of
 
 
 def emit_wgmma(builder, columns: int, chains: list, *, wait: bool):
@@ -195,13 +195,3 @@ def named_barrier_arrive(typingctx, name, threads):
 @twin_of(named_barrier_arrive)
 def _named_barrier_arrive(thread, name, threads):
     thread.named_barrier(name, threads, wait=False)
-
-
-def named_barrier_of(threads: int):
-    """The verb `sync(group)`: a barrier of `threads` threads, one of its own for each group."""
-
-    @verb
-    def sync(group):
-        named_barrier_sync(group + 1, threads)
-
-    return sync

@@ -32,9 +32,7 @@ from numba_attn.device.verb import twin_of
 from numba_attn.device.wgmma_fragments import Matrix
 from numba_attn.tensor import Tensor
 
-_ALL_LANES = 0xFFFFFFFF
-_HALF_BYTES, _WORD_BYTES = 2, 4
-_LEAST_EXPONENT = -126
+_WORD_BYTES = 4
 
 
 def unrolled(function: Callable) -> Callable:

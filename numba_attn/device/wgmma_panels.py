@@ -8,6 +8,7 @@ from __future__ import annotations
 import numpy as np
 from numba import cuda, int32
 
+from numba_attn.device import mma_epilogue
 from numba_attn.device.fragments import N
 from numba_attn.device.mma_product import TILE
 from numba_attn.device.split_half import ROW_BYTES, WORD_BYTES, plane_bytes, split
@@ -79,16 +80,11 @@ def store_statistics(panels: int):
     gM[group + i, row0 + row] belongs to panel i, of the first n.
     """
 
-    @unrolled
-    def add_lanes(e, l):
-        for i in range(panels):
-            for h in range(2):
-                for distance in (1, 2):
-                    l[i, h] = l[i, h] + e.shfl_xor(l[i, h], distance)
+    sum_lanes = mma_epilogue.sum_lanes(panels)
 
     @verb
     def store(gM, gL, m, l, group, n, row0, lane):
-        add_lanes(l)
+        sum_lanes(l)
         if lane & 3 == 0:
             for i in range(panels):
                 if i < n:

@@ -7,7 +7,6 @@ ring: one slot has the tiles of A, two more the tiles of B, 128 columns each, th
 
 from __future__ import annotations
 
-import numpy as np
 from numba import cuda
 
 from numba_attn.device.fragments import N
@@ -225,18 +224,3 @@ def load_factors(panels: int):
                 factor[i, h] = record[min(first + i, end - 1), UNSCALE] * w
 
     return load
-
-
-def start(panels: int):
-    """The verb `start(C, m, l)`: C = 0, m = -inf, l = 0."""
-
-    @unrolled
-    def start(e, C, m, l):
-        for i in range(panels):
-            for h in range(2):
-                m[i, h], l[i, h] = -np.inf, 0.0
-            for j in range(TILE // N):
-                for r in range(4):
-                    C[i, j, r] = 0.0
-
-    return start

@@ -113,16 +113,21 @@ def launches(problem: Problem, config: Config) -> tuple[Launch, ...]:
     )
 
 
+def of_ring(config: Config) -> tuple:
+    """The verbs that hand out registers, and those of the ring and its copies."""
+    few, many = (setmaxnreg(n, more=more) for n, more in zip(REGISTERS, (False, True), strict=True))
+    ring = wgmma_product.ring(config.slots, READERS, config.halves)
+    copies = wgmma_product.copy_left(config.halves), wgmma_product.copy_right(config.halves)
+    return few, many, wgmma_tile.ring(config.slots), *ring, *copies
+
+
 def build_scores(config: Config):
     SLOTS, HALVES = config.slots, config.halves
     TILE_BYTES = image_bytes(TILE, TILE, HALVES)
     TILE_WORDS = TILE_BYTES // WORD_BYTES
     end_of_row = Mask(config.is_causal).end
-    few, many = (setmaxnreg(n, more=more) for n, more in zip(REGISTERS, (False, True), strict=True))
-    following = wgmma_tile.ring(SLOTS)
-    start_ring, claim, give_back = wgmma_product.ring(SLOTS, READERS, HALVES)
-    copy_left, copy_right = wgmma_product.copy_left(HALVES), wgmma_product.copy_right(HALVES)
-    start = wgmma_product.start(PANELS)
+    few, many, following, start_ring, claim, give_back, copy_left, copy_right = of_ring(config)
+    start = mma_tile.start(16 * PANELS, TILE)  # panels stand where rows do there
     multiply, multiply_more = (wgmma_product.multiply(half, SLOTS, False, HALVES) for half in range(2))
     count, find = wgmma_product.blocks_of_scores(not config.is_causal, BLOCK_M, BLOCK_N, end_of_row)
     load_units = wgmma_product.load_units(PANELS)
@@ -203,11 +208,8 @@ def build_outputs(config: Config):
     TILE_BYTES = image_bytes(TILE, TILE, HALVES)
     TILE_WORDS = TILE_BYTES // WORD_BYTES
     end_of_row = Mask(config.is_causal).end
-    few, many = (setmaxnreg(n, more=more) for n, more in zip(REGISTERS, (False, True), strict=True))
-    following = wgmma_tile.ring(SLOTS)
-    start_ring, claim, give_back = wgmma_product.ring(SLOTS, READERS, HALVES)
-    copy_left, copy_right = wgmma_product.copy_left(HALVES), wgmma_product.copy_right(HALVES)
-    start = wgmma_product.start(PANELS)
+    few, many, following, start_ring, claim, give_back, copy_left, copy_right = of_ring(config)
+    start = mma_tile.start(16 * PANELS, TILE)  # panels stand where rows do there
     multiply, multiply_more = (wgmma_product.multiply(half, SLOTS, True, HALVES) for half in range(2))
     load_factors = wgmma_product.load_factors(PANELS)
     place = wgmma_product.place(config.is_causal)
