@@ -19,6 +19,7 @@ from numba_attn.kernel import Launch, Part, Workspace
 from numba_attn.problem import ITEM_BYTES, Problem
 
 MAX_WORKSPACE_BYTES = 512_000_000
+MOST_BATCHES = 16384  # of up to five launches: a call makes them all before the first runs
 LEAST_ROWS, LEAST_FLOP = 64, 1e9  # below which other kernels are faster
 
 
@@ -80,10 +81,14 @@ class ImageBatches:
 
     @property
     def refusal(self) -> str | None:
-        """Why the images of a single block of rows are too large, or None."""
+        """Why the images of a single block of rows are too large, or the batches too many; or None."""
         n_bytes = _bytes_of(self._of(1, 1))
         if n_bytes > MAX_WORKSPACE_BYTES:
             return f"needs {n_bytes} bytes of workspace for one head, {MAX_WORKSPACE_BYTES} are allowed"
+        of_b, of_h, of_blocks = self._steps
+        batches = cdiv(self.problem.B, of_b) * cdiv(self.problem.H, of_h) * cdiv(self.m_blocks, of_blocks)
+        if batches > MOST_BATCHES:
+            return f"needs {batches} batches of {MAX_WORKSPACE_BYTES} bytes of workspace, more than {MOST_BATCHES}"
         return None
 
     def launches(self, between: Callable[[Batch], tuple[Launch, ...]]) -> tuple[Launch, ...]:
@@ -152,17 +157,22 @@ class ImageBatches:
             return cdiv(B, cdiv(B, fitting // H)) * H, m_blocks
         return cdiv(H, cdiv(H, fitting)), m_blocks
 
+    @property
+    def _steps(self) -> tuple[int, int, int]:
+        """Of the largest batch: batch indices, heads of each, and blocks of query rows of each."""
+        heads, m_blocks = self._most
+        return max(1, heads // self.problem.H), min(heads, self.problem.H), m_blocks
+
     def _batches(self) -> Iterator[Batch]:
-        B, H, most = self.problem.B, self.problem.H, self._most
-        if most == (B * H, self.m_blocks):
-            yield Batch(*most, 0, False, lambda name: name)
+        B, H, (of_b, of_h, of_blocks) = self.problem.B, self.problem.H, self._steps
+        if (of_b, of_h, of_blocks) == (B, H, self.m_blocks):
+            yield Batch(B * H, of_blocks, 0, False, lambda name: name)
             return
-        of_b, of_h = max(1, most[0] // H), min(most[0], H)
         for b in range(0, B, of_b):
             for h in range(0, H, of_h):
-                for block in range(0, self.m_blocks, most[1]):
+                for block in range(0, self.m_blocks, of_blocks):
                     heads = slice(b, min(b + of_b, B)), slice(h, min(h + of_h, H))
-                    yield self._batch(heads, slice(block, min(block + most[1], self.m_blocks)))
+                    yield self._batch(heads, slice(block, min(block + of_blocks, self.m_blocks)))
 
     def _batch(self, index: tuple[slice, slice], blocks: slice) -> Batch:
         heads, m_blocks = prod(i.stop - i.start for i in index), blocks.stop - blocks.start

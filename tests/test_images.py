@@ -131,6 +131,14 @@ def test_the_largest_heads_that_are_served():
     assert "bytes of workspace for one head" in KERNEL.supports(replace(longest, Lk=3 * 10**5), H200)
 
 
+def test_refusal_of_many_batches():
+    one_head_each = Problem(128, 128, 128, 10**5, 10**5, 256, 256)
+    assert KERNEL.supports(one_head_each, H200) is None
+    assert len(KERNEL.launches(one_head_each, KERNEL.config(one_head_each, H200))) == 3 * images.MOST_BATCHES
+    said = KERNEL.supports(replace(one_head_each, B=129), H200)
+    assert said == "needs 16512 batches of 512000000 bytes of workspace, more than 16384"
+
+
 problems = st.builds(
     lambda H, **sizes: Problem(H=H, Hkv=H, Dv=sizes["D"], **sizes),
     B=st.integers(1, 40),
