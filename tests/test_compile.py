@@ -36,7 +36,7 @@ from numba_attn.kernels import (
 )
 from numba_attn.kernels.split_keys_fp32 import MergeConfig
 from numba_attn.launch import cache, compiler
-from numba_attn.problem import H200, MAX_GRID, Device, Problem
+from numba_attn.problem import H200, MAX_GRID, PRECISIONS, Device, Problem
 
 A100 = Device("a GPU with 163 KB of shared memory a block", (8, 0), 108, 163 * 1024, 40 * 2**20)
 SMALL = Device("a GPU with 99 KB of shared memory a block", (12, 0), 170, 99 * 1024, 96 * 2**20)
@@ -44,7 +44,7 @@ SMALL = Device("a GPU with 99 KB of shared memory a block", (12, 0), 170, 99 * 1
 # The smallest problem fits any config, and equal configs mean equal machine code.
 PROBLEM = Problem(B=1, H=1, Hkv=1, Lq=1, Lk=1, D=1, Dv=1)
 
-MOST_CUBINS = 24
+MOST_CUBINS, MOST_ADDED_CUBINS = 100, 20
 MOST_WORKSPACE_BYTES = 512 * 10**6
 
 REGISTERS_PER_SM, REGISTER_UNIT = 65536, 8
@@ -414,23 +414,32 @@ def test_machine_code_of_warpgroups(config, tmp_path):
     assert (few + config.groups * many) * GROUP_THREADS <= binary.registers * launch.threads
 
 
-def cubins_of_the_matrix(kernel) -> set:
+def cubins_of_the_matrix(kernels, precision: str) -> set:
     """What decides the machine code of the launches that `testing.cases` need."""
-    served = [case.problem for case in testing.cases() if kernel.supports(case.problem, H200) is None]
+    problems = [case.problem for case in testing.cases() if case.precision == precision]
     return {
         (launch.build, launch.config, launch.threads, launch.min_blocks)
-        for problem in served
+        for kernel in kernels
+        for problem in problems
+        if kernel.supports(problem, H200) is None
         for launch in grids(kernel.launches(problem, kernel.config(problem, H200)))
     }
 
 
-@pytest.mark.parametrize("kernel", KERNELS, ids=lambda kernel: kernel.name)
-def test_cubins_of_the_matrix(kernel):
-    """At most `MOST_CUBINS` a kernel: a session on a GPU compiles them all, and a new kernel adds its own only.
+ADDED = ("unfused_split_half_sm80", "flash_split_half_sm90", "unfused_split_half_sm90")
+"""Kernels from the tenth rung on: the bound of all together is that of the nine before."""
 
-    The largest, six buckets of head dims, causal or not, with a split and a rescue each, needs 22.
-    """
-    assert len(cubins_of_the_matrix(kernel)) <= MOST_CUBINS
+
+def test_cubins_of_the_matrix():
+    assert len(cubins_of_the_matrix([k for k in KERNELS if k.name not in ADDED], "fp32")) <= MOST_CUBINS
+
+
+@pytest.mark.parametrize("precision", PRECISIONS)
+@pytest.mark.parametrize("name", ADDED)
+def test_cubins_that_a_kernel_adds(name, precision):
+    others = cubins_of_the_matrix([k for k in KERNELS if k.name != name], precision)
+    own = cubins_of_the_matrix([k for k in KERNELS if k.name == name], precision)
+    assert len(own - others) <= MOST_ADDED_CUBINS
 
 
 lengths = st.sampled_from([1, 2, 17, 63, 64, 65, 512, 4096, 2**20, 2**31 - 1]) | st.integers(1, 5000)
