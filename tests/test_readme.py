@@ -59,7 +59,7 @@ def names() -> dict:
 def test_two_commands_do_all_the_set_up():
     demo, tests = blocks("bash")
     assert demo == "pip install -e '.[cu13]' && python -m numba_attn demo\n"
-    assert tests == "pip install -e '.[test]' && python -m pytest\n"
+    assert tests == "pip install -e '.[test]' && python -m pytest -n auto\n"
 
 
 def test_numpy(names):
