@@ -29,6 +29,9 @@ class Evaluator:
     def max(self, a, b):
         return np.fmax(np.float32(a), np.float32(b))
 
+    def max_magnitude(self, a, b):
+        return np.maximum(np.abs(np.float32(a)), np.abs(np.float32(b)))
+
     def ex2(self, x):
         return np.float32(0) if x < _LEAST_EXPONENT else np.exp2(np.float32(x))
 
@@ -43,6 +46,10 @@ class Evaluator:
 
     def unpack(self, packed) -> tuple:
         return tuple(np.float32(x) for x in fragments.halves(packed))
+
+    def count_magnitudes(self, counts, pair, least):
+        counts, pair, least = map(fragments.halves, (counts, pair, least))
+        return int((counts + (np.abs(pair) >= least)).astype(np.float16).view(np.uint32)[0])
 
     def ldmatrix(self, address, transposed: bool = False) -> list:
         memory = self.thread.grid.dynamic
@@ -69,9 +76,14 @@ class Evaluator:
         to, step = (int(target) + step_bytes) // _WORD_BYTES, step_bytes // _WORD_BYTES
         self.thread.copy_async(pool, (to,), tensor, (*lead, last + step), 4, 4)
 
-    def store(self, tensor, index, values, condition=None) -> None:
+    def load(self, tensor, index, n: int, behind: int = 0) -> list:
+        *lead, last = index
+        return list(self.thread.load(tensor, (*lead, last + behind), n))
+
+    def store(self, tensor, index, values, condition=None, behind: int = 0) -> None:
         if condition is None or condition:
-            self.thread.store(tensor, index, values)
+            *lead, last = index
+            self.thread.store(tensor, (*lead, last + behind), values)
 
     def wgmma(self, columns: int, chains: list, *, wait: bool = True) -> list:
         group = self.thread.meet_warpgroup((columns, chains))

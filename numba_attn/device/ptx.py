@@ -76,6 +76,18 @@ def emit_max(builder, a, b):
     return emit(builder, "max.f32 $0, $1, $2;", F32, [a, b], "=f,f,f")
 
 
+def emit_max_magnitude(builder, a, b):
+    """`max.NaN.f32 d, |a|, |b|` (sm_80): the larger magnitude; NaN if either is."""
+    text = "{ .reg .f32 a, b; abs.f32 a, $1; abs.f32 b, $2; max.NaN.f32 $0, a, b; }"
+    return emit(builder, text, F32, [a, b], "=f,f,f")
+
+
+def emit_count_magnitudes(builder, counts, pair, least):
+    """`add.f16x2 d, counts, set.ge(|pair|, least)` (sm_53): in each half one more where a magnitude is large enough."""
+    text = "{ .reg .b32 a; abs.f16x2 a, $2; set.ge.f16x2.f16x2 a, a, $3; add.rn.f16x2 $0, $1, a; }"
+    return emit(builder, text, I32, [counts, pair, least], "=r,r,r,r")
+
+
 def emit_ldmatrix_x4(builder, address, *, transposed: bool):
     """`ldmatrix.sync.aligned.m8n8.x4[.trans].shared.b16` (sm_75): four 8 x 8 matrices of halves, four 32-bit registers.
 

@@ -181,31 +181,6 @@ def image_word(rows: int):
     return word
 
 
-def row_step(rows: int) -> int:
-    """Distance of the rows of one thread that splits a tile: four rows a thread, with chunks at the same place."""
-    return max(8, rows // 4)
-
-
-def write_image(rows: int, columns: int, halves: int = 2):
-    """The verb `write(image, word, X, scale, rest)`: the planes of a tile from X[i, 0..7], this thread's chunks.
-
-    They are of scale + rest times X, `rest` being below a rounding of `scale`. X[i] is one chunk of row
-    r + i row_step(rows); `image` a 1-D tensor of words, two halves each, and `word` the place of X[0] in it: the tile's
-    first word plus `image_word(rows)(r, chunk)`.
-    """
-    step = row_step(rows)
-
-    @unrolled
-    def write(e, image, word, X, scale, rest):
-        for i in range(rows // step):
-            pairs = [split(e, X[i, c], X[i, c + 1], scale, rest, halves) for c in range(0, CHUNK, 2)]
-            at = word + i * (step * ROW_BYTES // WORD_BYTES)
-            for plane, words in enumerate(zip(*pairs, strict=True)):
-                e.store(image, (at + plane * (plane_bytes(rows, columns) // WORD_BYTES),), words)
-
-    return write
-
-
 def copy_image(n_bytes: int, threads: int):
     """The verb `copy(target, image, word, tid)`: n_bytes of an image to shared memory, asynchronously, by all threads.
 

@@ -84,6 +84,10 @@ class _Emitter:
         """The larger number; NaN only if both are."""
         return Value(self, ptx.emit_max(self.builder, of(a), of(b)))
 
+    def max_magnitude(self, a, b):
+        """The larger magnitude; NaN if either is."""
+        return Value(self, ptx.emit_max_magnitude(self.builder, of(a), of(b)))
+
     def ex2(self, x):
         """2^x, or 0 where that is below 2^-126."""
         return Value(self, ptx.emit_ex2_ftz(self.builder, of(x)))
@@ -103,6 +107,11 @@ class _Emitter:
         """The two halves as fp32."""
         pair = self.builder.bitcast(of(packed, I32), ir.VectorType(ir.HalfType(), 2))
         return tuple(Value(self, self.builder.fpext(self.builder.extract_element(pair, I32(i)), F32)) for i in (0, 1))
+
+    def count_magnitudes(self, counts, pair, least):
+        """Two counts as halves, one more for each of two halves whose magnitude reaches that in `least`."""
+        operands = (of(x, I32) for x in (counts, pair, least))
+        return Value(self, ptx.emit_count_magnitudes(self.builder, *operands))
 
     def ldmatrix(self, address, transposed: bool = False) -> list:
         """Four 8 x 8 matrices of halves, this lane's row of them being at a shared address."""
@@ -160,13 +169,20 @@ class _Emitter:
         with self.builder.if_then(of(condition, BOOL)):
             ptx_sm90.emit_mbarrier_arrive(self.builder, of(barrier, I32))
 
-    def store(self, tensor: Global, index, values, condition=None) -> None:
-        """Write consecutive elements in one access, where the condition holds."""
+    def load(self, tensor: Global, index, n: int, behind: int = 0) -> list:
+        """n consecutive elements, the first so many behind that of the index, in one access of aligned addresses."""
+        pointer = self.builder.gep(tensor.pointer(index), [I64(behind)])
+        kind = ir.PointerType(ir.VectorType(pointer.type.pointee, n), pointer.type.addrspace)
+        vector = self.builder.load(self.builder.bitcast(pointer, kind), align=_WORD_BYTES * n)
+        return [Value(self, self.builder.extract_element(vector, I32(i))) for i in range(n)]
+
+    def store(self, tensor: Global, index, values, condition=None, behind: int = 0) -> None:
+        """Write consecutive elements, as `load` reads them, where the condition holds."""
         if condition is not None:
             with self.builder.if_then(of(condition, BOOL)):
-                self.store(tensor, index, values)
+                self.store(tensor, index, values, behind=behind)
             return
-        pointer = tensor.pointer(index)
+        pointer = self.builder.gep(tensor.pointer(index), [I64(behind)])
         values = [of(value, pointer.type.pointee) for value in values]
         if len(values) == 1:
             self.builder.store(values[0], pointer)

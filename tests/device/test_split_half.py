@@ -545,4 +545,4 @@ def test_sizes(columns, wide):
     assert sh.image_bytes(16, columns) == 2 * sh.plane_bytes(16, columns) == 4 * 16 * wide
     assert sh.image_bytes(16, columns, halves=1) == sh.plane_bytes(16, columns)
     assert sh.image_words(16, columns) == 2 * sh.image_words(16, columns, 1) == 16 * wide
-    assert SplitConfig(16, columns, 1).threads == wide
+    assert SplitConfig(16, columns, 1).threads == wide // 2

@@ -138,6 +138,28 @@ def test_max(run):
     np.testing.assert_array_equal(O, np.stack([np.fmax(*A.T), np.fmax(A[:, 0], 0.5)], axis=1))
 
 
+def test_max_magnitude(run):
+    A = np.concatenate([EDGES, [[NAN, NAN], [-INF, NAN], [-3, 2], [1e-40, -2e-40]]]).astype(np.float32)
+    O = applied(run, lambda e, a, b: (e.max_magnitude(a, b), e.max_magnitude(a, -0.5)), A, 2)
+    expected = np.stack([np.maximum(*np.abs(A.T)), np.maximum(np.abs(A[:, 0]), 0.5)], axis=1)
+    np.testing.assert_array_equal(O, expected)
+    assert not np.signbit(O[~np.isnan(O)]).any()
+
+
+def test_count_magnitudes(run):
+    def operation(e, a, b, least):
+        counts, threshold = e.halves(0.0, 3.0), e.halves(least, least)
+        for low, high in ((a, b), (b, a), (-a, 1.0)):
+            counts = e.count_magnitudes(counts, e.halves(low, high), threshold)
+        return e.unpack(counts)
+
+    A = np.concatenate([np.c_[EDGES, np.ones(len(EDGES))], [[2.0**-24, 0, 2.0**-24], [INF, -INF, INF]]])
+    a, b, least = np.abs(A.astype(np.float32).T)
+    reach_a, reach_b, reach_1 = ((x >= least).astype(int) for x in (a, b, 1))
+    expected = np.stack([2 * reach_a + reach_b, 3 + reach_a + reach_b + reach_1], axis=1)
+    np.testing.assert_array_equal(applied(run, operation, A, 2), expected)
+
+
 def test_fma(run):
     tiny = 2.0**-12
     A = np.array(
@@ -331,6 +353,42 @@ def test_copies_from_an_address(run):
     np.testing.assert_array_equal(O, np.concatenate(expected))
 
 
+@pytest.mark.parametrize("n", [1, 2, 4])
+def test_load(run, n):
+    N = 2 * n
+
+    @unrolled
+    def get(e, x, tensor, row, col):
+        for i, number in enumerate(e.load(tensor, (row, col), n) + e.load(tensor, (row, 0), n, behind=2 * n)):
+            x[i] = number
+
+    @cuda.jit
+    def kernel(A, O):
+        t = cuda.threadIdx.x
+        x = cuda.local.array(N, float32)
+        get(x, A, t, n)
+        for i in range(N):
+            O[t, i] = x[i]
+
+    A, O = randn(32, 4 * n), nans(32, N)
+    run(kernel, A, O)
+    np.testing.assert_array_equal(O, A[:, n : 3 * n])
+
+
+def test_load_out_of_range():
+    @unrolled
+    def get(e, x, tensor):
+        x[0] = e.load(tensor, (0, 0), 4, behind=4)[0]
+
+    @cuda.jit
+    def kernel(O):
+        x = cuda.local.array(1, float32)
+        get(x, O)
+
+    with pytest.raises(sim.SimulationError, match="out of range"):
+        simulate(kernel, nans(2, 4))
+
+
 @pytest.mark.parametrize("is_conditional", [False, True])
 @pytest.mark.parametrize("n", [1, 2, 4])
 def test_store(run, n, is_conditional):
@@ -338,7 +396,7 @@ def test_store(run, n, is_conditional):
     def put(e, tensor, x, row, col, limit):
         condition = row < limit if is_conditional else None
         e.store(tensor, (row, col), [x[i] for i in range(n)], condition)
-        e.store(tensor, (row, col + n), [x[n - 1 - i] for i in range(n)], condition)
+        e.store(tensor, (row, col), [x[n - 1 - i] for i in range(n)], condition, behind=n)
 
     @cuda.jit
     def kernel(A, O):
