@@ -98,15 +98,12 @@ class ImageBatches:
             steps += [self._split(batch), *between(batch), self._rescue(batch)]
         return tuple(steps)
 
-    def launches_around(
-        self, build: Callable, config: Hashable, more: tuple = (), most_blocks: int | None = None, **sizes
-    ) -> tuple[Launch, ...]:
-        """With one launch between, a block per block of query rows, or `most_blocks` for them all: a fused kernel."""
+    def launches_around(self, build: Callable, config: Hashable, more: tuple = (), **sizes) -> tuple[Launch, ...]:
+        """With one launch between, a block per block of query rows: a fused kernel."""
 
         def between(batch: Batch) -> tuple[Launch, ...]:
             args = (*batch.parts("Q", "K", *IMAGES, *RECORDS, "unsafe", "O", "lse"), batch.first_row, *more)
-            tasks = batch.heads * batch.m_blocks
-            return (Launch(build, config, args, min(tasks, most_blocks or tasks), **sizes),)
+            return (Launch(build, config, args, batch.heads * batch.m_blocks, **sizes),)
 
         return self.launches(between)
 

@@ -20,7 +20,7 @@ import numpy as np
 from numba import cuda, float32
 
 from numba_attn.device.mask import Mask
-from numba_attn.device.math import add_product, fma, product_of
+from numba_attn.device.math import add_product, cdiv, fma, product_of
 from numba_attn.device.softmax import (
     ALL_LANES,
     NEG_INF,
@@ -45,7 +45,7 @@ INF, LARGEST = np.float32(np.inf), np.finfo(np.float32).max
 @dataclass(frozen=True)
 class RescueConfig:
     is_causal: bool
-    threads: int = 512
+    threads: int = 384
 
 
 def build_rescue(config: RescueConfig):
@@ -55,7 +55,7 @@ def build_rescue(config: RescueConfig):
     """
     WARPS, STEP = config.threads // WARP, WARP * COLUMNS
     IS_CAUSAL, end_of_row = config.is_causal, Mask(config.is_causal).end
-    PATCH_SHAPE, SHARING = (KEYS, COLUMNS), max(1, FEW_KEYS // WARPS)
+    PATCH_SHAPE, SHARING = (KEYS, COLUMNS), cdiv(FEW_KEYS, WARPS)
 
     @cuda.jit
     def rescue(Q, K, V, unsafe, O, lse, scale, block_m, first_row):

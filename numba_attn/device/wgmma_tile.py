@@ -8,7 +8,7 @@ and gives its slot back.
 Every product of fp32 numbers is three of halves. The tensor core truncates its sums, so each starts from zero, takes
 the small products first, ends after 64 columns (S) or one tile of keys (O) and is added up in fp32.
 
-Barriers in shared memory stand behind each other: full and read of Q, full of each slot, read of each slot.
+Barriers in shared memory stand behind each other: full of Q, full of each slot, read of each slot.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ from numba_attn.device.verb import verb
 from numba_attn.device.wgmma_fragments import GROUP_ROWS, GROUP_THREADS, STEP, Matrix
 
 BARRIER_BYTES = 8
-_OF_Q = 2 * BARRIER_BYTES
+_OF_Q = BARRIER_BYTES
 
 
 def copy_part(rows: int, columns: int, part: int):
@@ -74,7 +74,6 @@ def start_barriers(slots: int, readers: int):
     def start(barriers, tid):
         if tid == 0:
             mbarrier_init(barriers, 1)
-            mbarrier_init(barriers + BARRIER_BYTES, readers)
             for slot in range(slots):
                 mbarrier_init(barriers + _OF_Q + slot * BARRIER_BYTES, 1)
                 mbarrier_init(barriers + _OF_Q + (slots + slot) * BARRIER_BYTES, readers)
@@ -248,12 +247,6 @@ def skip(columns: int, part: int, slots: int):
             e.mbarrier_arrive(read, is_reporter)
 
     return skip
-
-
-@unrolled
-def arrive(e, barrier, condition):
-    """One arrival, by threads for which the condition holds."""
-    e.mbarrier_arrive(barrier, condition)
 
 
 def turns(groups: int):

@@ -39,9 +39,9 @@ from numba import cuda, float32
 
 from numba_attn.device import mma_epilogue, mma_tile, split_half
 from numba_attn.device.mask import Mask
-from numba_attn.device.math import bits, cdiv
+from numba_attn.device.math import bits, cdiv, quotient
 from numba_attn.device.mma_tile import lane_of_chunks, lane_of_rows
-from numba_attn.device.ptx import cp_async_commit, cp_async_wait
+from numba_attn.device.ptx import cp_async_commit, cp_async_wait, opaque
 from numba_attn.device.rescue_kernel import FEW_KEYS
 from numba_attn.device.smem import shared_memory
 from numba_attn.device.split_half import PEAK, ROW_BYTES, UNSCALE, extremes, is_safe, peak_of, scales, unit_of
@@ -190,11 +190,13 @@ def build_flash(config: Config):
         # who am I: block -> batch, head, m_block; a warp owns Q_ROWS query rows
         H, Lq, D, Lk = Q.shape[1], Q.shape[2], Q.shape[3], K.shape[2]
         m_blocks = unsafe.shape[1]
-        head, m_block = cuda.blockIdx.x // m_blocks, cuda.blockIdx.x % m_blocks
+        head = quotient(cuda.blockIdx.x, m_blocks)
+        m_block = cuda.blockIdx.x - head * m_blocks
         if IS_CAUSAL:
             # The last rows have the most keys: start with those of all heads, so that no long block comes last.
-            head, m_block = cuda.blockIdx.x % unsafe.shape[0], m_blocks - 1 - cuda.blockIdx.x // unsafe.shape[0]
-        b, h, tid = head // H, head % H, cuda.threadIdx.x
+            m_block = m_blocks - 1 - quotient(cuda.blockIdx.x, unsafe.shape[0])
+            head = cuda.blockIdx.x - (m_blocks - 1 - m_block) * unsafe.shape[0]
+        tid = cuda.threadIdx.x
         lane, own_row = tid & 31, (tid >> 5) * Q_ROWS
         m0, row0 = m_block * BLOCK_M, m_block * BLOCK_M + own_row
         rQ, rK, rV, gK, gV = Q_record[head], K_record[head], V_record[head], K_image[head], V_image[head]
@@ -232,12 +234,12 @@ def build_flash(config: Config):
         warp_end = end_of_row(first_row + min(row0 + Q_ROWS, Lq) - 1, Lk)
         q_at = smem + own_row // K_ROWS * Q_IMAGE_BYTES + own_row % K_ROWS * ROW_BYTES + lane_of_rows(lane)
         k_lane, v_lane = lane_of_chunks(lane), lane_of_rows(lane)
-        v_scale, v_unscale = scales(bits(v_amax))
+        v_bits = bits(v_amax)
 
         for n_block in range(n_blocks):
             n0 = n_block * K_ROWS
             unit = unit_of(q_unscale, rK[n_block, UNSCALE])
-            peak = peak_of(rV[n_block, UNSCALE], v_scale)
+            peak = peak_of(rV[n_block, UNSCALE], scales(opaque(v_bits))[0])
 
             # S = Q K^T, P = 2^(S - m)
             wait_slot()
@@ -269,10 +271,12 @@ def build_flash(config: Config):
                 pv(acc, S, alpha, ring + slot * SLOT_BYTES + v_lane)
             slot, free = following(slot), following(free)
 
-        # finish: O = acc / l, lse = m + ln l
+        # finish: O = acc / l, lse = m + ln l; found anew, so that registers serve the tiles
         wait_all()  # without a key, for Q
-        finish(O[b, h], acc, l, v_unscale / PEAK, row0, lane)
-        store_lse(lse[b, h], m, l, row0, lane)
+        b, of_lane, v_unscale = quotient(opaque(head), H), opaque(tid) & 31, scales(opaque(v_bits))[1]
+        row0 = m_block * BLOCK_M + (opaque(tid) >> 5) * Q_ROWS
+        finish(O[b, head - b * H], acc, l, v_unscale / PEAK, row0, of_lane)
+        store_lse(lse[b, head - b * H], m, l, row0, of_lane)
 
     return flash_split_half
 

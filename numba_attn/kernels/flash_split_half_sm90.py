@@ -1,23 +1,23 @@
 """fp32 accuracy on tensor cores: operands split into fp16 halves, three products each, by Hopper's `wgmma`.
 
 Eleventh rung of the ladder. To the ninth, flash_split_half_sm80, it adds warpgroups that multiply straight from shared
-memory, one that does nothing but copy, and blocks that stay: while a task ends, the tiles of the next one arrive. Bound
-by tensor cores (d128), by these and the softmax between two products (d64).
+memory, and one that does nothing but copy. Bound by tensor cores (d128), by these and the softmax between two products
+(d64).
 
 Algorithm. Three launches:
 
     split    tiles of Q, K and V become images of halves, with one exponent and a record of what was lost per tile.
-    flash    per task (a block of query rows), over tiles of keys, in base 2:
+    flash    per block of query rows, over tiles of keys, in base 2:
              1.  S = Q K^T              hi hi + hi lo + lo hi on the tensor cores, 64 columns at a time
              2.  m_new = max(m, rowmax S)     alpha = 2^(m - m_new)     P = 2^(S - m_new)
              3.  l = alpha l + rowsum P
              4.  O = alpha O + P V      P split in the registers that S was summed in
              and after the last tile O = O / l, lse = m + ln l.
-    rescue   tasks for which halves would lose digits (`verdict`), and rows with few keys, in plain fp32.
+    rescue   blocks for which halves would lose digits (`verdict`), and rows with few keys, in plain fp32.
 
-Work split. BLOCKS blocks, each with every BLOCKS-th task (head, GROUPS 64 query rows). A warpgroup owns 64 rows; one
-warp of the last one decides which tasks are safe, and copies Q and, tile by tile, K and V into a ring of SLOTS slots.
-Q and each slot have two barriers: full (the bytes are there) and read (all warps are done with them).
+Work split. One block for GROUPS 64 query rows of a head. A warpgroup owns 64 rows; one thread of the last one copies Q
+and, tile by tile, K and V into a ring of SLOTS slots. Q has a barrier, each slot two: full (the bytes are there) and
+read (all warps are done with them).
 
 Memory. Images take the bytes of Q, K and V again, columns padded to 64. Shared: 256 GROUPS PADDED bytes for Q, 256 PART
 for each slot. Registers a thread: COLUMNS / 2 for O, O_COLUMNS / 2 for its sums; 32 for S, 32 S_CHAINS for its sums.
@@ -42,10 +42,9 @@ from numba_attn.device.math import bits, cdiv, quotient
 from numba_attn.device.ptx import opaque
 from numba_attn.device.ptx_sm90 import mbarrier_arrive_expect, mbarrier_wait, setmaxnreg
 from numba_attn.device.rescue_kernel import FEW_KEYS
-from numba_attn.device.smem import shared_memory, shared_tile
+from numba_attn.device.smem import shared_memory
 from numba_attn.device.softmax import ONE
 from numba_attn.device.split_half import PEAK, UNSCALE, image_bytes, padded, peak_of, scales, unit_of, verdict
-from numba_attn.device.tile import WARP
 from numba_attn.device.wgmma_fragments import GROUP_ROWS, GROUP_THREADS, STEP
 from numba_attn.device.wgmma_tile import BARRIER_BYTES
 from numba_attn.images import ImageBatches, unsuited
@@ -88,8 +87,8 @@ class Config:
 
     @property
     def smem_bytes(self) -> int:
-        """Behind the tiles the barriers of Q and of each slot, and what the next task is."""
-        return self.tiles_bytes + 2 * (self.slots + 1) * BARRIER_BYTES + TASK_BYTES
+        """Behind the tiles the barriers: one of Q, two of each slot."""
+        return self.tiles_bytes + (2 * self.slots + 1) * BARRIER_BYTES
 
     @property
     def registers(self) -> tuple[int, int]:
@@ -99,7 +98,6 @@ class Config:
         return together - many * self.groups, many
 
 
-TASK_BYTES = 8  # number and largest magnitude of V
 TILES = (
     Config(32, groups=3, part=64, slots=4, s_chains=1, o_columns=32, products=4),
     Config(64, groups=3, part=64, slots=8, s_chains=1, o_columns=64),
@@ -107,7 +105,6 @@ TILES = (
     Config(192, groups=2, part=64, slots=8, s_chains=1, o_columns=64),
     Config(256, groups=2, part=128, slots=3, s_chains=1, o_columns=64),
 )
-BLOCKS, FEW_TILES = 132, 16  # one an SM of an H200; tiles of keys, up to which blocks stay for several tasks
 
 
 def supports(problem: Problem, device: Device) -> str | None:
@@ -150,9 +147,7 @@ def workspace(problem: Problem, config: Config) -> dict[str, Workspace]:
 
 
 def launches(problem: Problem, config: Config) -> tuple[Launch, ...]:
-    # Long tasks, or of all lengths, have a block each: the next free SM takes it.
-    most_blocks = BLOCKS if problem.Lk <= FEW_TILES * K_ROWS and not config.is_causal else 0
-    sizes = {"threads": config.threads, "smem_bytes": config.smem_bytes, "most_blocks": most_blocks}
+    sizes = {"threads": config.threads, "smem_bytes": config.smem_bytes}
     return images(problem, config).launches_around(build_flash, config, more=(problem.vector,), **sizes)
 
 
@@ -163,14 +158,14 @@ def build_flash(config: Config):
     Q_WORDS, BARRIERS, CONSUMERS = Q_BYTES // 4, config.tiles_bytes, GROUP_THREADS * GROUPS
     PING_PONG, SKIPS = config.ping_pong, COLUMNS <= 128  # wider ones have no registers for skipping
     S_SHAPE, O_SHAPE, ROW_SHAPE = (1, K_ROWS // 8, 4), (1, COLUMNS // 8, 4), (1, 2)
-    LEFT_SHAPE, TASK = (2, K_ROWS // STEP, 4), shared_tile(config.smem_bytes - TASK_BYTES, (2,), dtype=int32)
+    LEFT_SHAPE = (2, K_ROWS // STEP, 4)
     end_of_row = Mask(config.is_causal).end
     few, many = (setmaxnreg(n, more=more) for n, more in zip(config.registers, (False, True), strict=True))
     start_barriers = wgmma_tile.start_barriers(SLOTS, GROUP_WARPS * GROUPS)
     place = wgmma_tile.place(config.is_causal, 2 * TILE_BYTES)
     copy_q, feed = wgmma_tile.copy_tiles(Q_BYTES), wgmma_tile.feed(COLUMNS, PART, SLOTS)
     take, skip = wgmma_tile.take(PARTS, SLOTS), wgmma_tile.skip(COLUMNS, PART, SLOTS)
-    arrive, (take_turn, end_turn) = wgmma_tile.arrive, wgmma_tile.turns(GROUPS)
+    take_turn, end_turn = wgmma_tile.turns(GROUPS)
     start = mma_tile.start(WARP_ROWS, COLUMNS)
     qk = wgmma_tile.scores(COLUMNS, PART, config.products, SLOTS, config.s_chains)
     mask, softmax = mma_tile.masked(WARP_ROWS, K_ROWS, end_of_row), mma_tile.softmax(WARP_ROWS, K_ROWS)
@@ -181,40 +176,34 @@ def build_flash(config: Config):
     def flash_split_half(
         Q, K, Q_image, K_image, V_image, Q_record, K_record, V_record, unsafe, O, lse, first_row, vector
     ):
-        # who am I: a block has every gridDim-th task; a warpgroup owns 64 of its query rows, the last one copies
+        # who am I: block -> head, m_block; a warpgroup owns 64 query rows, the last one copies
         H, Lq, D, Lk, (heads, m_blocks) = Q.shape[1], Q.shape[2], Q.shape[3], K.shape[2], unsafe.shape
-        tid = cuda.threadIdx.x
+        head, m_block = place(cuda.blockIdx.x, heads, m_blocks, K_record.shape[1])
+        tid, m0 = cuda.threadIdx.x, m_block * BLOCK_M
         lane, group = tid & 31, tid >> 7
+
+        # halves only where they lose nothing
+        safe, v_amax = verdict(Q_record, K_record, V_record, head, m_block * GROUPS, GROUPS, D, ONE, lane)
+        safe &= Lk >= FEW_KEYS
+        if tid == 0:
+            unsafe[head, m_block] = not safe
+        if not safe:
+            return
+
         smem = shared_memory()
-        task, ring, q_full, q_read = TASK(smem), smem + Q_BYTES, smem + BARRIERS, smem + BARRIERS + BARRIER_BYTES
+        ring, q_full, turn = smem + Q_BYTES, smem + BARRIERS, 0
         start_barriers(q_full, tid)
-        turn, q_turn = 0, 0
+        n_end = end_of_row(first_row + min(m0 + BLOCK_M, Lq) - 1, Lk)
 
         if tid >= CONSUMERS:
+            # copy Q, and tiles of K and V as slots become free
             few()
-            if tid < CONSUMERS + WARP:
-                for number in range(cuda.blockIdx.x, heads * m_blocks, cuda.gridDim.x):
-                    # halves only where they lose nothing
-                    head, m_block = place(number, heads, m_blocks, K_record.shape[1])
-                    safe, v_amax = verdict(Q_record, K_record, V_record, head, m_block * GROUPS, GROUPS, D, ONE, lane)
-                    safe &= Lk >= FEW_KEYS
-                    if lane == 0:
-                        unsafe[head, m_block] = not safe
-                    if safe and lane == 0:
-                        # All warps are done with Q and the words of the task before.
-                        mbarrier_wait(q_read, (q_turn & 1) ^ 1)
-                        task[0], task[1] = number, bits(v_amax)
-                        # This arrival releases the task with the bytes.
-                        mbarrier_arrive_expect(q_full, Q_BYTES)
-                        copy_q(smem, Q_image[head], m_block * Q_WORDS, q_full)
-                        q_turn += 1
-                        n_end = end_of_row(first_row + min((m_block + 1) * BLOCK_M, Lq) - 1, Lk)
-                        turn = feed(ring, q_full, turn, K_image[head], V_image[head], n_end)
-                if lane == 0:
-                    mbarrier_wait(q_read, (q_turn & 1) ^ 1)
-                    task[0] = -1  # no more
-                    mbarrier_arrive_expect(q_full, 0)
+            if tid == CONSUMERS:
+                mbarrier_arrive_expect(q_full, Q_BYTES)
+                copy_q(smem, Q_image[head], m_block * Q_WORDS, q_full)
+                feed(ring, q_full, turn, K_image[head], V_image[head], n_end)
         else:
+            # reset m, l, acc
             many()
             S = cuda.local.array(S_SHAPE, float32)  # then P
             left = cuda.local.array(LEFT_SHAPE, int32)  # P in halves
@@ -223,65 +212,49 @@ def build_flash(config: Config):
             l = cuda.local.array(ROW_SHAPE, float32)
             alpha = cuda.local.array(ROW_SHAPE, float32)
             parts = cuda.local.array(PARTS, int32)
+            start(acc, m, l)
             q_at = smem + group * TILE_BYTES
+            v_bits, q_unscale = bits(v_amax), Q_record[head, m_block * GROUPS + group, UNSCALE]
+            row0, own0, own_end = first_row + m0 + (tid >> 5) * WARP_ROWS, m0 + group * GROUP_ROWS, n_end
+            if SKIPS:
+                # Of this group's own rows: none past the last row, fewer under causality.
+                own_end = end_of_row(first_row + min(own0 + GROUP_ROWS, Lq) - 1, Lk) if own0 < Lq else 0
             if PING_PONG and group == GROUPS - 1:
                 end_turn(group)
             mbarrier_wait(q_full, 0)
-            number = task[0]
-            while number >= 0:
-                # reset m, l, acc
-                head, m_block = place(number, heads, m_blocks, K_record.shape[1])
-                m0 = m_block * BLOCK_M
-                v_bits, q_unscale = task[1], Q_record[head, m_block * GROUPS + group, UNSCALE]
-                n_end = end_of_row(first_row + min(m0 + BLOCK_M, Lq) - 1, Lk)
-                row0, own0, own_end = first_row + m0 + (tid >> 5) * WARP_ROWS, m0 + group * GROUP_ROWS, n_end
-                if SKIPS:
-                    # Of this group's own rows: none past the last row, fewer under causality.
-                    own_end = end_of_row(first_row + min(own0 + GROUP_ROWS, Lq) - 1, Lk) if own0 < Lq else 0
-                start(acc, m, l)
-                # All lanes have read the task when one arrives at q_read: the arrival releases what the warp did.
-                cuda.syncwarp()
-                if SKIPS and own_end == 0:
-                    arrive(q_read, lane == 0)
 
-                for n0 in range(0, n_end, K_ROWS):
-                    turn = take(parts, turn)
+            for n0 in range(0, n_end, K_ROWS):
+                turn = take(parts, turn)
+                if PING_PONG:
+                    take_turn(group)
+                if not SKIPS or n0 < own_end:
+                    # S = Q K^T, P = 2^(S - m)
+                    unit = unit_of(q_unscale, K_record[opaque(head), n0 // K_ROWS, UNSCALE])
+                    peak = peak_of(V_record[opaque(head), n0 // K_ROWS, UNSCALE], scales(opaque(v_bits))[0])
+                    qk(S, q_at, ring, q_full, parts, lane == 0)
                     if PING_PONG:
-                        take_turn(group)
-                    if not SKIPS or n0 < own_end:
-                        # S = Q K^T, P = 2^(S - m)
-                        unit = unit_of(q_unscale, K_record[opaque(head), n0 // K_ROWS, UNSCALE])
-                        peak = peak_of(V_record[opaque(head), n0 // K_ROWS, UNSCALE], scales(opaque(v_bits))[0])
-                        qk(S, q_at, ring, q_full, parts, lane == 0)
-                        if PING_PONG:
-                            end_turn(group)
-                        if n0 + K_ROWS >= own_end:
-                            # Q is read: the next one may come.
-                            arrive(q_read, lane == 0)
-                        if n0 + K_ROWS > end_of_row(row0, Lk):
-                            mask(S, row0, n0, Lk, opaque(lane))
-                        softmax(S, m, l, alpha, unit, peak)
-                        split(left, S)
+                        end_turn(group)
+                    if n0 + K_ROWS > end_of_row(row0, Lk):
+                        mask(S, row0, n0, Lk, opaque(lane))
+                    softmax(S, m, l, alpha, unit, peak)
+                    split(left, S)
 
-                        # O = alpha O + P V
-                        turn = take(parts, turn)
-                        pv(acc, left, alpha, ring, q_full, parts, lane == 0)
-                    else:
-                        if PING_PONG:
-                            end_turn(group)
-                        skip(ring, q_full, parts, lane == 0)
-                        turn = take(parts, turn)
-                        skip(ring, q_full, parts, lane == 0)
+                    # O = alpha O + P V
+                    turn = take(parts, turn)
+                    pv(acc, left, alpha, ring, q_full, parts, lane == 0)
+                else:
+                    if PING_PONG:
+                        end_turn(group)
+                    skip(ring, q_full, parts, lane == 0)
+                    turn = take(parts, turn)
+                    skip(ring, q_full, parts, lane == 0)
 
-                # finish: O = acc / l, lse = m + ln l; found anew, so that registers serve the tiles
-                head, m_block = place(opaque(number), heads, m_blocks, K_record.shape[1])
-                b, warp, of_lane = quotient(head, H), opaque(tid) >> 5, opaque(tid) & 31
-                h, row0, v_unscale = head - b * H, m_block * BLOCK_M + warp * WARP_ROWS, scales(opaque(v_bits))[1]
-                finish(O[b, h], acc, l, v_unscale / PEAK, row0, of_lane, vector)
-                store_lse(lse[b, h], m, l, row0, of_lane)
-                q_turn ^= 1
-                mbarrier_wait(q_full, q_turn)
-                number = task[0]
+            # finish: O = acc / l, lse = m + ln l; found anew, so that registers serve the tiles
+            head, m_block = place(opaque(cuda.blockIdx.x), heads, m_blocks, K_record.shape[1])
+            b, warp, of_lane = quotient(head, H), opaque(tid) >> 5, opaque(tid) & 31
+            h, row0, v_unscale = head - b * H, m_block * BLOCK_M + warp * WARP_ROWS, scales(opaque(v_bits))[1]
+            finish(O[b, h], acc, l, v_unscale / PEAK, row0, of_lane, vector)
+            store_lse(lse[b, h], m, l, row0, of_lane)
 
     return flash_split_half
 
