@@ -52,9 +52,14 @@ STATIC_SMEM_BYTES = 48 * 1024
 
 # Stores and loads together. Patches that fill 255 registers leave none for what a chunk of keys needs only at its
 # ends (lengths, strides, row statistics); more than this many bytes would be accumulators. That none of it is in a key
-# loop is gated below. In flash_split_half_sm90 the warp that only copies decides with 24 registers what is safe, once a
-# task.
-MOST_SPILL_BYTES, MOST_SPILL_BYTES_OF = 640, {"flash_split_half_sm90": 768}
+# loop is gated below.
+MOST_SPILL_BYTES = 640
+MOST_SPILL_BYTES_OF = {
+    "flash_split_half_sm80": 240,
+    "flash_split_half_sm90": 508,
+    "unfused_split_half_sm80": 160,
+    "unfused_split_half_sm90": 168,
+}
 
 KEY_LOOP_FMAS = 32
 """A basic block with as many fused multiply-adds as this is the body of a key loop."""

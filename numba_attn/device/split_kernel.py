@@ -82,7 +82,8 @@ class SplitConfig:
 
     @property
     def min_blocks(self) -> int:
-        return max(1, 1024 // self.threads)  # 64 registers a thread: loads of one block under the stores of others
+        """Loads of one under the arithmetic and the stores of others, with the registers that a thread needs."""
+        return max(2, 768 // self.threads)
 
 
 @verb
