@@ -14,7 +14,8 @@ from math import prod
 from numba_attn.device.math import cdiv
 from numba_attn.device.rescue_kernel import RescueConfig, build_rescue
 from numba_attn.device.split_half import FEW_COLUMNS, RECORD, image_words, padded
-from numba_attn.device.split_kernel import SplitConfig, build_split
+from numba_attn.device.split_kernel import build_split
+from numba_attn.device.split_tile import SplitConfig
 from numba_attn.kernel import Launch, Part, Workspace
 from numba_attn.problem import ITEM_BYTES, Problem
 
@@ -95,7 +96,29 @@ class ImageBatches:
         """Per batch: split, the launches between, rescue."""
         steps = []
         for batch in self._batches():
-            steps += [self._split(batch), *between(batch), self._rescue(batch)]
+            steps += [self._split(batch, 0, sum(self._to_split(batch))), *between(batch), self._rescue(batch)]
+        return tuple(steps)
+
+    def launches_beside(self, between: Callable[[Batch, int, int], tuple[Launch, ...]]) -> tuple[Launch, ...]:
+        """As `launches`, but V is split beside the first launch between, and beside the last Q and K of the next batch.
+
+        between: from a batch and how many tiles are split beside the first and the last, at least two launches.
+        """
+        batches = list(self._batches())
+        to_split = [*map(self._to_split, batches), (0, 0, 0)]
+        steps = [self._split(batches[0], 0, sum(to_split[0][:2]))]
+        for i, batch in enumerate(batches):
+            of_values, of_next = to_split[i][2], sum(to_split[i + 1][:2])
+            first, *rest = between(batch, of_values, of_next)
+            steps.append(first)
+            if of_values:
+                # V's tiles come behind those of Q and K, whether these are split or are there.
+                start = batch.heads * (self.tiles("Q", batch.m_blocks) + self.tiles("K", batch.m_blocks))
+                steps.append(self._split(batch, start, of_values, is_beside=True))
+            steps += rest
+            if of_next:
+                steps.append(self._split(batches[i + 1], 0, of_next, is_beside=True))
+            steps.append(self._rescue(batch))
         return tuple(steps)
 
     def launches_around(self, build: Callable, config: Hashable, more: tuple = (), **sizes) -> tuple[Launch, ...]:
@@ -107,14 +130,18 @@ class ImageBatches:
 
         return self.launches(between)
 
-    def _split(self, batch: Batch) -> Launch:
-        config = SplitConfig(
-            self.rows, padded(self.columns), 4 if self.problem.vector == 4 else 1, self.lost, self.halves
-        )
-        args = (*batch.parts("Q", "K", "V", *IMAGES, *RECORDS), "scale")
-        operands = "Q" if batch.keys_are_there else "QKV"
-        tiles = batch.heads * sum(self.tiles(name, batch.m_blocks) for name in operands)
-        return Launch(build_split, config, args, tiles, config.threads, min_blocks=config.min_blocks)
+    def _to_split(self, batch: Batch) -> tuple[int, int, int]:
+        """Tiles of Q, K and V."""
+        of_q, of_k, of_v = (batch.heads * self.tiles(name, batch.m_blocks) for name in "QKV")
+        return (of_q, 0, 0) if batch.keys_are_there else (of_q, of_k, of_v)
+
+    def _split(self, batch: Batch, first: int, tiles: int, is_beside: bool = False) -> Launch:
+        """So many tiles from tile `first` on."""
+        vector = 4 if self.problem.vector == 4 else 1
+        config = SplitConfig(self.rows, padded(self.columns), vector, self.lost, self.halves, is_beside)
+        args = (*batch.parts("Q", "K", "V", *IMAGES, *RECORDS), "scale", first)
+        bounds = {"min_blocks": config.min_blocks, "is_beside": is_beside}
+        return Launch(build_split, config, args, tiles, config.threads, **bounds)
 
     def _rescue(self, batch: Batch) -> Launch:
         problem = self.problem

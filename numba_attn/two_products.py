@@ -34,6 +34,19 @@ def unsuited(problem: Problem) -> str | None:
     return images.unsuited(problem)
 
 
+STEPS_OF_SPLIT = 0.15
+"""What splitting a tile takes an SM, in steps of a block of a product: 64 columns, or keys."""
+
+
+def sms_of_product(blocks: int, steps: int, tiles: int, sms: int) -> int:
+    """How many of all SMs take the blocks of a product, so that it ends soon, and with it the splitting of tiles."""
+
+    def time(own: int) -> float:
+        return max(cdiv(blocks, own) * steps, tiles * STEPS_OF_SPLIT / (sms - own))
+
+    return min(range(1, sms), key=lambda own: (time(own), own))
+
+
 @dataclass(frozen=True)
 class TwoProducts:
     """One problem in blocks of `block_m` rows and `block_n` keys or columns.
@@ -50,6 +63,8 @@ class TwoProducts:
     steps_of_sum: int = 4
     """Of 16 columns, in sums of S in the tensor cores."""
     halves: int = 2
+    beside: bool = False
+    """Tiles are split beside the products, by the SMs that these leave free, see `ImageBatches.launches_beside`."""
 
     @property
     def images(self) -> ImageBatches:
@@ -74,11 +89,11 @@ class TwoProducts:
         weights = WeightsConfig(self.block_m, TILE, problem.is_causal, self.halves)
         n_blocks, d_blocks = cdiv(problem.Lk, self.block_n), cdiv(problem.Dv, self.block_n)
 
-        def product(build: Callable, args: tuple, blocks: int) -> Launch:
-            blocks = max(1, min(blocks, self.most_blocks or blocks))
-            return Launch(build, config, args, blocks, threads, smem_bytes)
+        def product(build: Callable, args: tuple, blocks: int, steps: int, tiles: int) -> Launch:
+            most = sms_of_product(blocks, steps, tiles, self.most_blocks) if tiles else self.most_blocks
+            return Launch(build, config, args, max(1, min(blocks, most or blocks)), threads, smem_bytes)
 
-        def between(batch: Batch) -> tuple[Launch, ...]:
+        def between(batch: Batch, of_values: int = 0, of_next: int = 0) -> tuple[Launch, ...]:
             blocks, row = batch.heads * batch.m_blocks, batch.first_row
             Q_image, K_image, V_image = batch.parts(*IMAGES)
             Q_record, K_record, V_record = records = batch.parts(*RECORDS)
@@ -88,9 +103,9 @@ class TwoProducts:
             of_weights = (Q, K, *records, M, L, V_amax, unsafe, lse, row)
             of_outputs = (Q, K, P, V_image, V_record, M, V_amax, unsafe, O, row)
             return (
-                product(build_scores, of_scores, blocks * n_blocks),
+                product(build_scores, of_scores, blocks * n_blocks, cdiv(problem.D, TILE), of_values),
                 Launch(build_weights, weights, of_weights, blocks, weights.rows),
-                product(build_outputs, of_outputs, blocks * d_blocks),
+                product(build_outputs, of_outputs, blocks * d_blocks, cdiv(problem.Lk, TILE), of_next),
             )
 
-        return self.images.launches(between)
+        return self.images.launches_beside(between) if self.beside else self.images.launches(between)

@@ -205,8 +205,8 @@ def test_batches_change_no_bit(monkeypatch, case):
 class HostLauncher:
     """What stands for a loaded kernel and its launcher: the simulator, on what the argument buffer says."""
 
-    def __init__(self, loaded, grid, threads, cluster, template):
-        (self.launch_, self.kinds), self.grid, self.threads = loaded, grid, threads
+    def __init__(self, loaded, launch, template):
+        (self.launch_, self.kinds), self.grid, self.threads = loaded, launch.grid, launch.threads
         self.buffer = bytearray(template) + bytes(-len(template) % 8)
         self.words, self.floats = (memoryview(self.buffer).cast(code) for code in "Qf")
         self.launcher = self

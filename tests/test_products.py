@@ -144,9 +144,9 @@ def host_array(pointer: int, shape, strides) -> np.ndarray:
 class HostLauncher:
     """What stands for a loaded kernel and its launcher: the simulator, on what the argument buffer says."""
 
-    def __init__(self, loaded, grid, threads, cluster, template):
-        launch, self.kinds = loaded
-        self.function, self.grid, self.threads = launch.build(launch.config), grid, threads
+    def __init__(self, loaded, launch, template):
+        _, self.kinds = loaded
+        self.function, self.grid, self.threads = launch.build(launch.config), launch.grid, launch.threads
         self.buffer = bytearray(template) + bytes(-len(template) % 8)
         self.words, self.floats = (memoryview(self.buffer).cast(code) for code in "Qf")
         self.launcher = self

@@ -195,3 +195,25 @@ def named_barrier_arrive(typingctx, name, threads):
 @twin_of(named_barrier_arrive)
 def _named_barrier_arrive(thread, name, threads):
     thread.named_barrier(name, threads, wait=False)
+
+
+@intrinsic
+def let_next_launch_start(typingctx):
+    """`griddepcontrol.launch_dependents`: once all blocks have come here, a launch beside this one may start."""
+    return types.none(), _of_integers("griddepcontrol.launch_dependents;")
+
+
+@intrinsic
+def wait_for_launch_before(typingctx):
+    """`griddepcontrol.wait`: wait until the launch that this one runs beside has ended, and see what it wrote."""
+    return types.none(), _of_integers("griddepcontrol.wait;")
+
+
+@twin_of(let_next_launch_start)
+def _let_next_launch_start(thread):
+    pass
+
+
+@twin_of(wait_for_launch_before)
+def _wait_for_launch_before(thread):
+    pass

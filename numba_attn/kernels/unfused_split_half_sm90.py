@@ -35,7 +35,7 @@ from numba_attn.device import mma_tile, wgmma_panels, wgmma_product, wgmma_tile
 from numba_attn.device.mask import Mask
 from numba_attn.device.math import bits
 from numba_attn.device.mma_product import TILE
-from numba_attn.device.ptx_sm90 import setmaxnreg
+from numba_attn.device.ptx_sm90 import let_next_launch_start, setmaxnreg
 from numba_attn.device.smem import shared_memory
 from numba_attn.device.softmax import ONE
 from numba_attn.device.split_half import PEAK, ROW_BYTES, UNSCALE, WORD_BYTES, image_bytes, scales
@@ -60,6 +60,8 @@ class Config:
     slots: int
     halves: int
     """1 for precision tf32: one product."""
+    beside: bool = False
+    """Tiles are split beside the products, on SMs that these leave free, see `ImageBatches.launches_beside`."""
 
     @property
     def threads(self) -> int:
@@ -78,7 +80,7 @@ SMS = 132
 def supports(problem: Problem, device: Device) -> str | None:
     if device.cc != (9, 0):
         return f"multiplies halves by wgmma, of compute capability 9.0 alone: {device.name} has {device.cc}"
-    return steps(problem, config(problem, device).halves).images.refusal
+    return steps(problem, config(problem, device)).images.refusal
 
 
 def suits(problem: Problem, device: Device) -> str | None:
@@ -99,18 +101,16 @@ def small_config(problem: Problem) -> Config:
     return Config(1, problem.is_causal, slots=4, halves=1 if problem.precision == "tf32" else 2)
 
 
-def steps(problem: Problem, halves: int) -> TwoProducts:
-    return TwoProducts(problem, BLOCK_M, BLOCK_N, AT_ONCE, SMS, halves=halves)
+def steps(problem: Problem, config: Config) -> TwoProducts:
+    return TwoProducts(problem, BLOCK_M, BLOCK_N, AT_ONCE, SMS, halves=config.halves, beside=config.beside)
 
 
 def workspace(problem: Problem, config: Config) -> dict[str, Workspace]:
-    return steps(problem, config.halves).images.workspace
+    return steps(problem, config).images.workspace
 
 
 def launches(problem: Problem, config: Config) -> tuple[Launch, ...]:
-    return steps(problem, config.halves).launches(
-        build_scores, build_outputs, config, config.threads, config.smem_bytes
-    )
+    return steps(problem, config).launches(build_scores, build_outputs, config, config.threads, config.smem_bytes)
 
 
 def of_ring(config: Config) -> tuple:
@@ -122,7 +122,7 @@ def of_ring(config: Config) -> tuple:
 
 
 def build_scores(config: Config):
-    SLOTS, HALVES = config.slots, config.halves
+    SLOTS, HALVES, BESIDE = config.slots, config.halves, config.beside
     TILE_BYTES = image_bytes(TILE, TILE, HALVES)
     TILE_WORDS = TILE_BYTES // WORD_BYTES
     end_of_row = Mask(config.is_causal).end
@@ -139,6 +139,8 @@ def build_scores(config: Config):
     @cuda.jit
     def scores(Q, K, Q_image, K_image, Q_record, K_record, P_image, M, L, unsafe, first_row):
         # who am I: every gridDim-th block of S; a warpgroup owns 64 rows of it, the last one copies
+        if BESIDE:
+            let_next_launch_start()
         Lq, D, Lk = Q.shape[2], Q.shape[3], K.shape[2]
         heads, m_blocks = unsafe.shape
         tid, group = cuda.threadIdx.x, cuda.threadIdx.x // GROUP_THREADS
@@ -204,7 +206,7 @@ def build_scores(config: Config):
 
 
 def build_outputs(config: Config):
-    SLOTS, HALVES = config.slots, config.halves
+    SLOTS, HALVES, BESIDE = config.slots, config.halves, config.beside
     TILE_BYTES = image_bytes(TILE, TILE, HALVES)
     TILE_WORDS = TILE_BYTES // WORD_BYTES
     end_of_row = Mask(config.is_causal).end
@@ -218,6 +220,8 @@ def build_outputs(config: Config):
     @cuda.jit
     def outputs(Q, K, P_image, V_image, V_record, W, V_amax, unsafe, O, first_row):
         # who am I: every gridDim-th block of O; a warpgroup owns 64 rows of it, the last one copies
+        if BESIDE:
+            let_next_launch_start()
         H, Lq, Lk, Dv = Q.shape[1], Q.shape[2], K.shape[2], O.shape[3]
         (heads, m_blocks), d_blocks = unsafe.shape, (Dv + BLOCK_N - 1) // BLOCK_N
         tid, group = cuda.threadIdx.x, cuda.threadIdx.x // GROUP_THREADS

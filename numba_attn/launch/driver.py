@@ -11,13 +11,14 @@ from functools import cache, partial
 
 from cuda.bindings import driver as cu
 
+from numba_attn.kernel import Launch
 from numba_attn.launch.compiler import Binary
 from numba_attn.problem import Device
 
 _BUFFER_POINTER, _BUFFER_SIZE, _END = 1, 2, 0  # CU_LAUNCH_PARAM_*, the keys of a launch's `extra`
 # What a launch answers where the kernel's device is not this thread's current one, or there is none.
 _ELSEWHERE = (cu.CUresult.CUDA_ERROR_INVALID_CONTEXT, cu.CUresult.CUDA_ERROR_INVALID_HANDLE)
-_CLUSTER_DIMENSION = 4  # CU_LAUNCH_ATTRIBUTE_CLUSTER_DIMENSION
+_CLUSTER_DIMENSION, _PROGRAMMATIC_STREAM_SERIALIZATION = 4, 6  # CU_LAUNCH_ATTRIBUTE_*
 
 _process = os.getpid()
 
@@ -151,13 +152,13 @@ class _LaunchConfig(ctypes.Structure):
     ]
 
 
-class _ClusterAttribute(ctypes.Structure):
-    """CUlaunchAttribute with the dimensions of a thread block cluster."""
+class _Attribute(ctypes.Structure):
+    """CUlaunchAttribute: the dimensions of a thread block cluster, or 1 for what is on."""
 
     _fields_ = [
         ("id", ctypes.c_int),
         ("pad", ctypes.c_char * 4),
-        ("size", ctypes.c_uint * 3),
+        ("value", ctypes.c_uint * 3),
         ("rest", ctypes.c_char * 52),
     ]
 
@@ -194,7 +195,7 @@ class Launcher:
     `words[i]` and `floats[i]` write the buffer in units of 8 and 4 bytes.
     """
 
-    def __init__(self, kernel: LoadedKernel, grid: int, threads: int, cluster: int, arguments: bytes):
+    def __init__(self, kernel: LoadedKernel, launch: Launch, arguments: bytes):
         self._kernel = kernel
         self._buffer = ctypes.create_string_buffer(arguments, -(-len(arguments) // 8) * 8)
         view = memoryview(self._buffer).cast("B")
@@ -203,10 +204,14 @@ class Launcher:
         self._extra = (ctypes.c_void_p * 5)(
             _BUFFER_POINTER, ctypes.addressof(self._buffer), _BUFFER_SIZE, ctypes.addressof(self._size), _END
         )
-        self._config = _LaunchConfig((grid, 1, 1), (threads, 1, 1), kernel.smem_bytes)
-        if cluster > 1:
-            self._cluster = _ClusterAttribute(_CLUSTER_DIMENSION, size=(cluster, 1, 1))
-            self._config.attributes, self._config.n_attributes = ctypes.addressof(self._cluster), 1
+        self._config = _LaunchConfig((launch.grid, 1, 1), (launch.threads, 1, 1), kernel.smem_bytes)
+        values = {_CLUSTER_DIMENSION: launch.cluster} if launch.cluster > 1 else {}
+        if launch.is_beside:
+            values[_PROGRAMMATIC_STREAM_SERIALIZATION] = 1
+        self._attributes = (_Attribute * len(values))(
+            *(_Attribute(kind, value=(value, 1, 1)) for kind, value in values.items())
+        )
+        self._config.attributes, self._config.n_attributes = ctypes.addressof(self._attributes), len(values)
         config, extra = ctypes.addressof(self._config), ctypes.addressof(self._extra)
         self._launch = partial(_library().cuLaunchKernelEx, config, kernel.function, None, extra)
 

@@ -38,7 +38,7 @@ class Plan:
         for launch in launches:
             buffer = ArgumentBuffer([arg if isinstance(arg, int) else known[arg] for arg in launch.args])
             kernel = _loaded(launch, workspace, device_index)
-            of_thread = LauncherOfThread(kernel, launch.grid, launch.threads, launch.cluster, buffer.template)
+            of_thread = LauncherOfThread(kernel, launch, buffer.template)
             slots = list(zip(launch.args, buffer.positions, strict=True))
             words = [(position // 8, places[name]) for name, position in slots if name in places]
             floats = [position // 4 for name, position in slots if name == "scale"]

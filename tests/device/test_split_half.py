@@ -15,7 +15,8 @@ from numba_attn.device.mma_tile import lane_of_rows
 from numba_attn.device.ptx import cp_async_commit, cp_async_wait
 from numba_attn.device.smem import shared_memory
 from numba_attn.device.split_half import extremes, is_safe, peak_of, scales, unit_of
-from numba_attn.device.split_kernel import SplitConfig, build_split
+from numba_attn.device.split_kernel import build_split
+from numba_attn.device.split_tile import SplitConfig
 from numba_attn.device.unrolled import unrolled
 
 INF, NAN = np.float32(np.inf), np.float32(np.nan)
@@ -313,7 +314,7 @@ def split_tiles(
     images = [np.full((heads, n * sh.image_words(rows, columns, halves)), 0xFFFFFFFF, np.uint32) for n in tiles]
     records = [nans(heads, n, sh.RECORD) for n in tiles]
     config = SplitConfig(rows, columns, vector, lost, halves)
-    arguments = (Q, K, V, *images, *records, np.float32(scale))
+    arguments = (Q, K, V, *images, *records, np.float32(scale), 0)
     run(build_split(config), *arguments, threads=config.threads, grid=heads * sum(tiles))
     return [image.reshape(heads, n, -1) for image, n in zip(images, tiles, strict=True)], records
 
