@@ -20,7 +20,7 @@ import numpy as np
 from numba import cuda, float32
 
 from numba_attn.device.mask import Mask
-from numba_attn.device.math import add_product, cdiv, fma, product_of
+from numba_attn.device.math import add_product, cdiv, fma, product_of, quotient
 from numba_attn.device.softmax import (
     ALL_LANES,
     NEG_INF,
@@ -62,15 +62,19 @@ def build_rescue(config: RescueConfig):
         # who am I: block -> batch, head, m_block; a warp takes every WARPS-th of its rows
         H, Lq, D, Lk, Dv = Q.shape[1], Q.shape[2], Q.shape[3], K.shape[2], O.shape[3]
         m_blocks = unsafe.shape[1]
-        head, m_block = cuda.blockIdx.x // m_blocks, cuda.blockIdx.x % m_blocks
+        head = quotient(cuda.blockIdx.x, m_blocks)
+        m_block = cuda.blockIdx.x - head * m_blocks
         n_own = min(block_m, Lq - m_block * block_m) if unsafe[head, m_block] != 0 else 0
         few_end = 0
         if IS_CAUSAL:
             # Rows with few keys, where the block that owns them leaves them: one for each warp of the first blocks.
             few_end = min(FEW_KEYS - first_row, Lq) if unsafe[head, 0] == 0 and m_block < SHARING else 0
         sharing = min(SHARING, m_blocks)
-        rows = n_own + max(0, (few_end - m_block + sharing - 1) // sharing)
-        b, h = head // H, head % H
+        rows = n_own
+        if few_end > m_block:
+            rows += quotient(few_end - m_block + sharing - 1, sharing)
+        b = quotient(head, H)
+        h = head - b * H
         tid = cuda.threadIdx.x
         warp, lane = tid >> 5, tid & 31
         gQ, gK, gV, gO = Q[b, h], K[b, h], V[b, h], O[b, h]

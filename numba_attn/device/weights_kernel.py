@@ -11,14 +11,14 @@ from __future__ import annotations
 from dataclasses import dataclass
 from math import log
 
-from numba import cuda, float32
+from numba import cuda
 
 from numba_attn.device.mask import Mask
-from numba_attn.device.math import LN2, LN2_REST, fma
+from numba_attn.device.math import LN2, LN2_REST, fma, quotient
 from numba_attn.device.rescue_kernel import FEW_KEYS
 from numba_attn.device.softmax import NEG_INF, ONE, ZERO, exp2, finite_max
 from numba_attn.device.split_half import SLACK as SLACKS
-from numba_attn.device.split_half import extremes, is_safe
+from numba_attn.device.split_half import verdict
 
 
 @dataclass(frozen=True)
@@ -45,26 +45,25 @@ def build_weights(config: WeightsConfig):
         # who am I: block -> batch, head, m_block; a thread has a row
         H, Lq, D, Lk = Q.shape[1], Q.shape[2], Q.shape[3], K.shape[2]
         m_blocks = unsafe.shape[1]
-        head, m_block = cuda.blockIdx.x // m_blocks, cuda.blockIdx.x % m_blocks
+        head = quotient(cuda.blockIdx.x, m_blocks)
+        m_block = cuda.blockIdx.x - head * m_blocks
         tid = cuda.threadIdx.x
         lane, row = tid & 31, m_block * BLOCK_M + tid
-        rQ, rK, rV, gM, gL = Q_record[head], K_record[head], V_record[head], M[head], L[head]
+        gM, gL = M[head], L[head]
 
         # halves only where they lose nothing
-        q_tiles = rQ.shape[0] // m_blocks
-        q_amax, q_level, _ = extremes(rQ, m_block * q_tiles, (m_block + 1) * q_tiles, lane)
-        k_amax, k_level, _ = extremes(rK, 0, rK.shape[0], lane)
-        v_amax, _, v_min = extremes(rV, 0, rV.shape[0], lane)
-        safe = is_safe(float32(D), q_amax, q_level, k_amax, k_level, v_amax, v_min, SLACK) and Lk >= FEW_KEYS
+        q_tiles = quotient(Q_record.shape[1], m_blocks)
+        safe, v_amax = verdict(Q_record, K_record, V_record, head, m_block * q_tiles, q_tiles, D, SLACK, lane)
+        safe &= Lk >= FEW_KEYS
         if tid == 0:
-            unsafe[head, m_block] = 0 if safe else 1
+            unsafe[head, m_block] = not safe
             V_amax[head] = v_amax
         if not safe:
             return
 
         # m, l
         last_row = first_row + min((m_block + 1) * BLOCK_M, Lq) - 1
-        groups = (end_of_row(last_row, Lk) + GROUP - 1) // GROUP
+        groups = quotient(end_of_row(last_row, Lk) + (GROUP - 1), GROUP)
         m, l = NEG_INF, ZERO
         for g in range(groups):
             m = max(m, gM[g, row])
@@ -77,6 +76,7 @@ def build_weights(config: WeightsConfig):
         for g in range(groups):
             gM[g, row] = exp2(gM[g, row] - base) * inverse
         if row < lse.shape[2]:
-            lse[head // H, head % H, row] = fma(m, LN2, fma(m, LN2_REST, log(l)))
+            b = quotient(head, H)
+            lse[b, head - b * H, row] = fma(m, LN2, fma(m, LN2_REST, log(l)))
 
     return weights

@@ -10,6 +10,7 @@ from __future__ import annotations
 from numba import cuda
 
 from numba_attn.device.fragments import N
+from numba_attn.device.math import quotient
 from numba_attn.device.mma_product import TILE
 from numba_attn.device.ptx_sm90 import (
     fence_mbarrier_init,
@@ -43,10 +44,12 @@ def place(heaviest_first: bool):
 
     @verb
     def place(block, heads, m_blocks, d_blocks):
-        rows, d_block = block // d_blocks, block % d_blocks
+        rows = quotient(block, d_blocks)
         if heaviest_first:
-            return rows % heads, m_blocks - 1 - rows // heads, d_block
-        return rows // m_blocks, rows % m_blocks, d_block
+            m_block = quotient(rows, heads)
+            return rows - m_block * heads, m_blocks - 1 - m_block, block - rows * d_blocks
+        head = quotient(rows, m_blocks)
+        return head, rows - head * m_blocks, block - rows * d_blocks
 
     return place
 
@@ -59,27 +62,31 @@ def blocks_of_scores(is_full: bool, block_m: int, block_n: int, end_of_row):
     """
 
     @verb
+    def blocks_of(end):
+        return quotient(end + (block_n - 1), block_n)
+
+    @verb
     def end_of(m_block, Lq, Lk, first_row):
         return end_of_row(first_row + min((m_block + 1) * block_m, Lq) - 1, Lk)
 
     @verb
     def count(m_blocks, Lq, Lk, first_row):
         if is_full:
-            return m_blocks * ((Lk + block_n - 1) // block_n)
+            return m_blocks * blocks_of(Lk)
         total = 0
         for m_block in range(m_blocks):
-            total += (end_of(m_block, Lq, Lk, first_row) + block_n - 1) // block_n
+            total += blocks_of(end_of(m_block, Lq, Lk, first_row))
         return total
 
     @verb
     def find(block, m_blocks, Lq, Lk, first_row):
         if is_full:
-            n_blocks = (Lk + block_n - 1) // block_n
-            return block // n_blocks, block % n_blocks * block_n, Lk
+            m_block = quotient(block, blocks_of(Lk))
+            return m_block, (block - m_block * blocks_of(Lk)) * block_n, Lk
         m_block = 0
         end = end_of(0, Lq, Lk, first_row)
-        while block >= (end + block_n - 1) // block_n:
-            block -= (end + block_n - 1) // block_n
+        while block >= blocks_of(end):
+            block -= blocks_of(end)
             m_block += 1
             end = end_of(m_block, Lq, Lk, first_row)
         return m_block, block * block_n, end

@@ -44,7 +44,7 @@ from numba_attn.device.mma_tile import lane_of_chunks, lane_of_rows
 from numba_attn.device.ptx import cp_async_commit, cp_async_wait, opaque
 from numba_attn.device.rescue_kernel import FEW_KEYS
 from numba_attn.device.smem import shared_memory
-from numba_attn.device.split_half import PEAK, ROW_BYTES, UNSCALE, extremes, is_safe, peak_of, scales, unit_of
+from numba_attn.device.split_half import PEAK, ROW_BYTES, UNSCALE, peak_of, scales, unit_of, verdict
 from numba_attn.device.tile import WARP
 from numba_attn.images import ImageBatches, unsuited
 from numba_attn.kernel import Kernel, Launch, Workspace
@@ -199,16 +199,14 @@ def build_flash(config: Config):
         tid = cuda.threadIdx.x
         lane, own_row = tid & 31, (tid >> 5) * Q_ROWS
         m0, row0 = m_block * BLOCK_M, m_block * BLOCK_M + own_row
-        rQ, rK, rV, gK, gV = Q_record[head], K_record[head], V_record[head], K_image[head], V_image[head]
+        rK, rV, gK, gV = K_record[head], V_record[head], K_image[head], V_image[head]
 
         # halves only where they lose nothing
         q_tile = m_block * Q_TILES
-        q_amax, q_level, _ = extremes(rQ, q_tile, q_tile + Q_TILES, lane)
-        k_amax, k_level, _ = extremes(rK, 0, rK.shape[0], lane)
-        v_amax, _, v_min = extremes(rV, 0, rV.shape[0], lane)
-        safe = is_safe(float32(D), q_amax, q_level, k_amax, k_level, v_amax, v_min, SLACK) and Lk >= FEW_KEYS
+        safe, v_amax = verdict(Q_record, K_record, V_record, head, q_tile, Q_TILES, D, SLACK, lane)
+        safe &= Lk >= FEW_KEYS
         if tid == 0:
-            unsafe[head, m_block] = 0 if safe else 1
+            unsafe[head, m_block] = not safe
         if not safe:
             return
 
@@ -216,7 +214,7 @@ def build_flash(config: Config):
         smem = shared_memory()
         ring = smem + Q_BYTES
         n_end = end_of_row(first_row + min(m0 + BLOCK_M, Lq) - 1, Lk)
-        n_blocks = (n_end + K_ROWS - 1) // K_ROWS
+        n_blocks = quotient(n_end + (K_ROWS - 1), K_ROWS)
         copy_q(smem, Q_image[head], m_block * BLOCK_WORDS, tid)
         for step in range(AHEAD):
             if step < 2 * n_blocks:
@@ -230,9 +228,9 @@ def build_flash(config: Config):
         l = cuda.local.array(ROW_SHAPE, float32)
         alpha = cuda.local.array(ROW_SHAPE, float32)
         start(acc, m, l)
-        q_unscale = rQ[q_tile + own_row // K_ROWS, UNSCALE]
+        q_unscale = Q_record[head, q_tile + quotient(own_row, K_ROWS), UNSCALE]
         warp_end = end_of_row(first_row + min(row0 + Q_ROWS, Lq) - 1, Lk)
-        q_at = smem + own_row // K_ROWS * Q_IMAGE_BYTES + own_row % K_ROWS * ROW_BYTES + lane_of_rows(lane)
+        q_at = smem + quotient(own_row, K_ROWS) * Q_IMAGE_BYTES + own_row % K_ROWS * ROW_BYTES + lane_of_rows(lane)
         k_lane, v_lane = lane_of_chunks(lane), lane_of_rows(lane)
         v_bits = bits(v_amax)
 

@@ -33,7 +33,7 @@ from numba import cuda, float32
 
 from numba_attn.device import mma_product, mma_tile
 from numba_attn.device.mask import Mask
-from numba_attn.device.math import bits
+from numba_attn.device.math import bits, quotient
 from numba_attn.device.mma_product import TILE, TILE_BYTES, TILE_WORDS
 from numba_attn.device.mma_tile import lane_of_chunks, lane_of_rows
 from numba_attn.device.ptx import cp_async_commit, cp_async_wait
@@ -151,20 +151,21 @@ def build_scores(config: Config):
     def scores(Q, K, Q_image, K_image, Q_record, K_record, P_image, M, L, unsafe, first_row):
         # who am I: block -> head, m_block, n_block; a warp owns M_ROWS rows and one group of keys
         Lq, D, Lk = Q.shape[2], Q.shape[3], K.shape[2]
-        n_blocks, m_blocks = max(1, (Lk + BLOCK_N - 1) // BLOCK_N), unsafe.shape[1]
-        block, n_block = cuda.blockIdx.x // n_blocks, cuda.blockIdx.x % n_blocks
-        head, m_block = block // m_blocks, block % m_blocks
+        n_blocks, m_blocks = max(1, quotient(Lk + (BLOCK_N - 1), BLOCK_N)), unsafe.shape[1]
+        block = quotient(cuda.blockIdx.x, n_blocks)
+        head = quotient(block, m_blocks)
+        m_block, n_block = block - head * m_blocks, cuda.blockIdx.x - block * n_blocks
         m0 = m_block * BLOCK_M
         if n_block * BLOCK_N >= end_of_row(first_row + min(m0 + BLOCK_M, Lq) - 1, Lk):
             return
         tid = cuda.threadIdx.x
         lane, warp = tid & 31, tid >> 5
-        own_row, own_column = warp // WARPS_N * M_ROWS, warp % WARPS_N
+        own_row, own_column = quotient(warp, WARPS_N) * M_ROWS, warp % WARPS_N
         row0, group = m0 + own_row, n_block * N_TILES + own_column
-        slabs, groups = (D + TILE - 1) // TILE, M.shape[1]
+        slabs, groups = quotient(D + (TILE - 1), TILE), M.shape[1]
         rQ, rK, gQ, gK = Q_record[head], K_record[head], Q_image[head], K_image[head]
         q_tile, k_tile = m_block * M_TILES * slabs, n_block * N_TILES * slabs
-        q_own, k_own = row0 // TILE * slabs, group * slabs
+        q_own, k_own = quotient(row0, TILE) * slabs, group * slabs
         to_next = slabs * TILE_WORDS
 
         # load the first tiles of Q and K; reset S
@@ -225,22 +226,23 @@ def build_outputs(config: Config):
     def outputs(Q, K, P_image, V_image, V_record, W, V_amax, unsafe, O, first_row):
         # who am I: block -> head, m_block, d_block; a warp owns M_ROWS rows and N_COLUMNS columns
         H, Lq, Lk, Dv = Q.shape[1], Q.shape[2], K.shape[2], O.shape[3]
-        d_blocks, m_blocks = (Dv + BLOCK_N - 1) // BLOCK_N, unsafe.shape[1]
-        block, d_block = cuda.blockIdx.x // d_blocks, cuda.blockIdx.x % d_blocks
-        head, m_block = block // m_blocks, block % m_blocks
+        (heads, m_blocks), d_blocks = unsafe.shape, quotient(Dv + (BLOCK_N - 1), BLOCK_N)
+        block = quotient(cuda.blockIdx.x, d_blocks)
+        d_block, head = cuda.blockIdx.x - block * d_blocks, quotient(block, m_blocks)
+        m_block = block - head * m_blocks
         if IS_CAUSAL:
             # The last rows have the most keys: start with those of all heads, so that no long block comes last.
-            heads = unsafe.shape[0]
-            head, m_block = block % heads, m_blocks - 1 - block // heads
+            head = block - quotient(block, heads) * heads
+            m_block = m_blocks - 1 - quotient(block, heads)
         if unsafe[head, m_block] != 0:
             return
         m0 = m_block * BLOCK_M
         tid = cuda.threadIdx.x
         lane, warp = tid & 31, tid >> 5
-        own_row, own_column = warp // WARPS_N * M_ROWS, warp % WARPS_N
+        own_row, own_column = quotient(warp, WARPS_N) * M_ROWS, warp % WARPS_N
         row0, d_tile = m0 + own_row, d_block * N_TILES + own_column
-        slabs, groups = (Dv + TILE - 1) // TILE, W.shape[1]
-        n_end = (end_of_row(first_row + min(m0 + BLOCK_M, Lq) - 1, Lk) + TILE - 1) // TILE
+        slabs, groups = quotient(Dv + (TILE - 1), TILE), W.shape[1]
+        n_end = quotient(end_of_row(first_row + min(m0 + BLOCK_M, Lq) - 1, Lk) + (TILE - 1), TILE)
         gP, gV, rV, gW = P_image[head], V_image[head], V_record[head], W[head]
         p_tile, v_tile = m_block * M_TILES * groups, d_block * N_TILES
         # Behind the last columns of V the same ones again, for nobody.
@@ -276,7 +278,8 @@ def build_outputs(config: Config):
             multiply(acc, a + slot * SLOT_BYTES, b + slot * SLOT_BYTES, factor)
             slot, free = following(slot), following(free)
 
-        store(O[head // H, head % H], acc, v_unscale / PEAK, row0, d_tile * TILE, lane)
+        b = quotient(head, H)
+        store(O[b, head - b * H], acc, v_unscale / PEAK, row0, d_tile * TILE, lane)
 
     return outputs
 

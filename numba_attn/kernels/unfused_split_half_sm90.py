@@ -33,7 +33,7 @@ from numba import cuda, float32
 
 from numba_attn.device import mma_tile, wgmma_panels, wgmma_product, wgmma_tile
 from numba_attn.device.mask import Mask
-from numba_attn.device.math import bits
+from numba_attn.device.math import bits, quotient
 from numba_attn.device.mma_product import TILE
 from numba_attn.device.ptx_sm90 import let_next_launch_start, setmaxnreg
 from numba_attn.device.smem import shared_memory
@@ -144,7 +144,7 @@ def build_scores(config: Config):
         Lq, D, Lk = Q.shape[2], Q.shape[3], K.shape[2]
         heads, m_blocks = unsafe.shape
         tid, group = cuda.threadIdx.x, cuda.threadIdx.x // GROUP_THREADS
-        slabs, groups = (D + TILE - 1) // TILE, M.shape[1]
+        slabs, groups = quotient(D + (TILE - 1), TILE), M.shape[1]
         ring = shared_memory()
         start_ring(ring, tid)
         turn, of_head = 0, count(m_blocks, Lq, Lk, first_row)
@@ -155,9 +155,10 @@ def build_scores(config: Config):
             if tid == CONSUMERS:
                 step = slabs * TILE_WORDS
                 for block in range(cuda.blockIdx.x, heads * of_head, cuda.gridDim.x):
-                    m_block, n0, end = find(block % of_head, m_blocks, Lq, Lk, first_row)
-                    gQ, gK = Q_image[block // of_head], K_image[block // of_head]
-                    q_tile, k_tile = m_block * GROUPS * slabs, n0 // TILE * slabs
+                    head = quotient(block, of_head)
+                    m_block, n0, end = find(block - head * of_head, m_blocks, Lq, Lk, first_row)
+                    gQ, gK = Q_image[head], K_image[head]
+                    q_tile, k_tile = m_block * GROUPS * slabs, quotient(n0, TILE) * slabs
                     for slab in range(slabs):
                         slot, barrier = claim(ring, turn)
                         copy_left(slot, gQ, (q_tile + slab) * TILE_WORDS, step, barrier)
@@ -176,10 +177,10 @@ def build_scores(config: Config):
             alpha = cuda.local.array(ROW_SHAPE, float32)
             for block in range(cuda.blockIdx.x, heads * of_head, cuda.gridDim.x):
                 # S = Q K^T
-                head = block // of_head
-                m_block, n0, end = find(block % of_head, m_blocks, Lq, Lk, first_row)
+                head = quotient(block, of_head)
+                m_block, n0, end = find(block - head * of_head, m_blocks, Lq, Lk, first_row)
                 rQ, rK, is_wide = Q_record[head], K_record[head], n0 + AT_ONCE < end
-                q_tile, k_tile = (m_block * GROUPS + group) * slabs, n0 // TILE * slabs
+                q_tile, k_tile = (m_block * GROUPS + group) * slabs, quotient(n0, TILE) * slabs
                 start(S, m, l)
                 for slab in range(slabs):
                     load_units(unit, rK, k_tile + slab, slabs, rQ[q_tile + slab, UNSCALE])
@@ -197,10 +198,10 @@ def build_scores(config: Config):
                     mask(S, first_row + row0, n0, Lk, lane)
                 softmax(S, m, l, alpha, ONE, PEAK)
                 n = PANELS if is_wide else 2
-                word = ((m_block * GROUPS + group) * groups + n0 // TILE) * TILE_WORDS
+                word = ((m_block * GROUPS + group) * groups + quotient(n0, TILE)) * TILE_WORDS
                 word += warp_row % TILE * (ROW_BYTES // WORD_BYTES)
                 store_image(P_image[head], word, S, n, lane)
-                store_statistics(M[head], L[head], m, l, n0 // TILE, n, row0, lane)
+                store_statistics(M[head], L[head], m, l, quotient(n0, TILE), n, row0, lane)
 
     return scores
 
@@ -223,9 +224,9 @@ def build_outputs(config: Config):
         if BESIDE:
             let_next_launch_start()
         H, Lq, Lk, Dv = Q.shape[1], Q.shape[2], K.shape[2], O.shape[3]
-        (heads, m_blocks), d_blocks = unsafe.shape, (Dv + BLOCK_N - 1) // BLOCK_N
+        (heads, m_blocks), d_blocks = unsafe.shape, quotient(Dv + (BLOCK_N - 1), BLOCK_N)
         tid, group = cuda.threadIdx.x, cuda.threadIdx.x // GROUP_THREADS
-        slabs, groups = (Dv + TILE - 1) // TILE, W.shape[1]
+        slabs, groups = quotient(Dv + (TILE - 1), TILE), W.shape[1]
         ring = shared_memory()
         start_ring(ring, tid)
         turn = 0
@@ -239,7 +240,7 @@ def build_outputs(config: Config):
                     end = end_of_row(first_row + min((m_block + 1) * BLOCK_M, Lq) - 1, Lk)
                     gP, gV = P_image[head], V_image[head]
                     p_tile, d_tile = m_block * GROUPS * groups, d_block * PANELS
-                    for key in range((end + TILE - 1) // TILE if unsafe[head, m_block] == 0 else 0):
+                    for key in range(quotient(end + (TILE - 1), TILE) if unsafe[head, m_block] == 0 else 0):
                         slot, barrier = claim(ring, turn)
                         copy_left(slot, gP, (p_tile + key) * TILE_WORDS, groups * TILE_WORDS, barrier)
                         turn = following(turn)
@@ -264,7 +265,7 @@ def build_outputs(config: Config):
                     rV, gW = V_record[head], W[head]
                     v_scale, v_unscale = scales(bits(V_amax[head]))
                     start(acc, factor, factor)
-                    for key in range((end + TILE - 1) // TILE):
+                    for key in range(quotient(end + (TILE - 1), TILE)):
                         load_factors(factor, gW[key], rV, key * slabs + d_tile, (key + 1) * slabs, v_scale, row0, lane)
                         a_turn, turn = turn, following(turn)
                         multiply(acc, group * TILE_BYTES, ring, a_turn, turn, factor, lane == 0)
@@ -273,7 +274,8 @@ def build_outputs(config: Config):
                             multiply_more(acc, group * TILE_BYTES, ring, a_turn, turn, factor, lane == 0)
                             turn = following(turn)
                         give_back(ring, a_turn, lane == 0)
-                    store(O[head // H, head % H], acc, v_unscale / PEAK, row0, d_block * BLOCK_N, lane)
+                    b = quotient(head, H)
+                    store(O[b, head - b * H], acc, v_unscale / PEAK, row0, d_block * BLOCK_N, lane)
 
     return outputs
 
