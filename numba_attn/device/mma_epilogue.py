@@ -52,12 +52,9 @@ def finish(q_rows: int, columns: int, vector: int = 1):
                         # What its rounding, and that of the inverse, left over.
                         rest = e.fma(-quotient, total, x)
                         pair.append(e.fma(rest, inverse, quotient) * unit)
-                    is_inside = [(at < rows) & (col + (N * j + r) < columns_left) for r in range(2)]
-                    if vector == 2:
-                        e.store(gO, (at, col), pair, is_inside[0], behind=N * j)
-                    else:
-                        for r in range(2):
-                            e.store(gO, (at, col + (N * j + r)), pair[r : r + 1], is_inside[r])
+                    for r in range(0, 2, vector):
+                        place = at, col + (N * j + r)
+                        e.store(gO, place, pair[r : r + vector], (at < rows) & (place[1] < columns_left))
 
     @verb
     def finish(gO, O, l, unit, row0, lane):
