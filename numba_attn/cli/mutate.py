@@ -20,6 +20,8 @@ def add_arguments(parser) -> None:
     parser.add_argument("kernel", metavar="KERNEL", help=KERNEL_HELP)
     equivalent = "list of mutants known to survive; the repository's unless given"
     parser.add_argument("--equivalent", metavar="FILE.toml", help=equivalent)
+    without = "leave the verbs that this kernel uses to its own mutants; may be repeated"
+    parser.add_argument("--without", action="append", default=[], metavar="KERNEL", help=without)
     parser.add_argument("--jobs", type=int, metavar="N", help="processes; one for each processor unless given")
 
 
@@ -30,6 +32,7 @@ def run(args) -> int:
     if jobs < 1:
         raise CommandError(f"--jobs: {jobs} is less than 1", status=2)
     _, path, name = find(args.kernel)
+    without = [find(other)[1:] for other in args.without]
     with Progress() as progress:
 
         def show(number: int, count: int, row) -> None:
@@ -39,7 +42,8 @@ def run(args) -> int:
 
         progress.show(0, 1, "the kernel itself")
         try:
-            report = mutate.run(path, progress=show, name=name, equivalent=args.equivalent, jobs=jobs)
+            options = {"name": name, "equivalent": args.equivalent, "without": without, "jobs": jobs}
+            report = mutate.run(path, progress=show, **options)
         except ValueError as error:
             raise CommandError(str(error)) from None
     print(table(("outcome", "mutants"), [(outcome, str(count)) for outcome, count in sorted(report.counts.items())]))

@@ -92,6 +92,17 @@ CASES = (
     Case(1, 1, 3, 40, 8, 4, large_column="k"),
     Case(1, 1, 1, 245, 2, 4),
     Case(1, 1, 3, 0, 4, 4),
+    # Kernels of halves leave fewer than 16 columns to fp32.
+    Case(1, 1, 40, 40, 17, 20, causal=True),
+    Case(2, 1, 36, 70, 20, 9),
+    Case(1, 1, 70, 70, 16, 3, causal=True, lse=False),
+    Case(1, 1, 36, 40, 16, 2, causal=True, poison=33),
+    Case(1, 1, 3, 70, 16, 4, spread=200),
+    Case(1, 1, 40, 40, 16, 4, spread=1000, dense=True, tolerance=1e-3),
+    Case(1, 1, 3, 40, 16, 4, spread=1, inf_column=True),
+    Case(1, 1, 3, 40, 16, 4, tiny_row=True),
+    Case(1, 1, 3, 40, 16, 4, large_column="q"),
+    Case(1, 1, 3, 40, 16, 4, large_column="k"),
 )
 """Tails in every length, several tiles and slices, both kinds of causal excess, keys that must not be touched, an Inf
 that is attended, an infinity in the last column of K, more chunks than a warp has lanes."""

@@ -89,6 +89,7 @@ def run(
     name: str = "KERNEL",
     verbs: Iterable[str] | None = None,
     equivalent: str | Path | None = None,
+    without: Iterable[tuple[str | Path, str]] = (),
     jobs: int = 1,
 ) -> Report:
     """Try every mutant of a kernel file.
@@ -101,6 +102,7 @@ def run(
         verbs: modules of the package that are mutated too, as far as the kernel uses them. None: all that it depends
             on.
         equivalent: TOML file of the mutants known to survive. None: the repository's own, if there is one.
+        without: files of other kernels and their names there, to whose mutants the verbs that they use are left.
         jobs: processes to share the mutants.
 
     Raises:
@@ -114,10 +116,12 @@ def run(
         known = _known(EQUIVALENT if equivalent is None else Path(equivalent), kernel.name)
         tests = NamedTests({entry["test"] for entry in known.values() if "test" in entry})
         reached = loader.reached()
+        left = [Loader(Path(other), Path(folder), its_name).reached() for other, its_name in without]
         found = [(None, mutant) for mutant in mutants(path)]
         for module in loader.modules if verbs is None else verbs:
             for mutant in mutants(importlib.import_module(module)):
-                if any(mutant.line in lines for lines in reached[module]):
+                is_left = any(mutant.line in lines for others in left for lines in others.get(module, ()))
+                if not is_left and any(mutant.line in lines for lines in reached[module]):
                     found.append((module, mutant))
         trial = _Trial(loader, cases, known, tests)
         rows = []

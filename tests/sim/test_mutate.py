@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from numba_attn.device import mma_tile, rescue_kernel, softmax, split_half, split_kernel
-from numba_attn.kernels import flash_fp32, flash_split_half_sm80
+from numba_attn.kernels import flash_fp32, flash_split_half_sm80, warp_tile_fp32
 from numba_attn.problem import Problem
 from numba_attn.sim import mutate
 from numba_attn.sim.loader import Loader
@@ -246,6 +246,17 @@ def test_a_mutant_that_does_not_end(tmp_path, monkeypatch):
 
 
 _all_mutants = mutate.mutants
+
+
+def test_verbs_that_are_left_to_another_kernel(monkeypatch):
+    rows = []
+    monkeypatch.setattr(mutate, "_in_processes", lambda trial, found, jobs: rows.append(found) or iter(()))
+    for without in ([], [(warp_tile_fp32.__file__, "KERNEL")], [(flash_fp32.__file__, "KERNEL")]):
+        mutate.run(Path(flash_fp32.__file__), CASES[:1], without=without)
+    alone, beside_a_rung_before, beside_itself = ({(module, m.line, m.description) for module, m in x} for x in rows)
+    own = {row for row in alone if row[0] is None}
+    assert beside_itself == own < beside_a_rung_before < alone
+    assert {row[0] for row in alone - beside_a_rung_before} >= {"numba_attn.device.mask"}
 
 
 def test_verbs_are_mutated_too(monkeypatch):
