@@ -63,6 +63,7 @@ class Config:
     s_chains: int  # sums of 64 columns of S that are issued together
     o_columns: int  # columns of O that are
     products: int = 3  # for Q K^T: the fourth, lo lo, shows beside the rounding errors of very short sums only
+    blocks: int = 1  # an SM: one multiplies while another begins or ends
     ping_pong: bool = False  # warpgroups take turns at Q K^T: one multiplies while another exponentiates
     is_causal: bool = False
 
@@ -93,7 +94,7 @@ class Config:
     @property
     def registers(self) -> tuple[int, int]:
         """Of a thread that copies, and of one that multiplies: together what the block starts with, or it hangs."""
-        together = min(240, 65536 // self.threads // 8 * 8) * (self.groups + 1)
+        together = min(240, 65536 // (self.blocks * self.threads) // 8 * 8) * (self.groups + 1)
         many = min(240 if self.d_bucket > 192 else 232, (together - 24) // self.groups // 8 * 8)
         return together - many * self.groups, many
 
@@ -147,7 +148,7 @@ def workspace(problem: Problem, config: Config) -> dict[str, Workspace]:
 
 
 def launches(problem: Problem, config: Config) -> tuple[Launch, ...]:
-    sizes = {"threads": config.threads, "smem_bytes": config.smem_bytes}
+    sizes = {"threads": config.threads, "smem_bytes": config.smem_bytes, "min_blocks": config.blocks}
     return images(problem, config).launches_around(build_flash, config, more=(problem.vector,), **sizes)
 
 
