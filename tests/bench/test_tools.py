@@ -1,4 +1,5 @@
-"""Contract under test: sanitize.py and counters.py read what the tools print, and say in a line what is missing.
+"""Contract under test: sanitize.py and counters.py read what the tools print, and say in a line what is missing;
+variants.py has kernels.
 
 The outputs are written after the tools' documentation; the machines of the tests have no GPU for them.
 """
@@ -11,11 +12,11 @@ from pathlib import Path
 
 import pytest
 
-from numba_attn import launch
+from numba_attn import launch, sim, testing
 from numba_attn.bench.digest import code_digest
 from numba_attn.bench.problems import parse
 from numba_attn.kernels import KERNELS
-from numba_attn.problem import H200
+from numba_attn.problem import H200, Problem
 
 BENCHMARKS = Path(__file__).resolve().parents[2] / "benchmarks"
 PROBLEM = "b1_h2_q70_k130_d64"
@@ -68,7 +69,7 @@ def script(name: str):
     return module
 
 
-sanitize, counters, attend = script("sanitize"), script("counters"), script("attend")
+sanitize, counters, attend, variants = map(script, ("sanitize", "counters", "attend", "variants"))
 ARGUMENTS = {sanitize: ["flash_fp32"], counters: ["flash_fp32", PROBLEM]}
 scripts = pytest.mark.parametrize("module", [sanitize, counters], ids=["sanitize", "counters"])
 
@@ -252,3 +253,20 @@ def test_attend_without_a_gpu(monkeypatch):
 @pytest.mark.gpu
 def test_attend():
     assert attend.main(["--check", "--calls", "2", "flash_fp32", PROBLEM, "b1_h1_q5_k7_d3_causal"]) == 0
+
+
+@pytest.mark.parametrize("name", ["BESIDE", "TWO_BLOCKS_D64", "PING_PONG"])
+def test_variants_are_kernels_that_differ_from_the_chosen(name):
+    kernel, case = getattr(variants, name), testing.Case(1, 1, 20, 40, 16, 16)
+    original = next(k for k in KERNELS if kernel.name.startswith(k.name))
+    config = kernel.config(case.problem, H200)
+    assert config in set(kernel.configs()) and config != original.config(case.problem, H200)
+    assert code_digest(kernel, case.problem, H200) != code_digest(original, case.problem, H200)
+    o, lse = sim.attention(*testing.make_inputs(case), return_lse=True, kernel=kernel)
+    testing.assert_accurate(o, lse, *testing.make_inputs(case))
+
+
+def test_a_variant_for_some_head_dims_says_so():
+    wide = Problem(1, 1, 1, 100, 100, 65, 64)
+    assert variants.TWO_BLOCKS_D64.supports(wide, H200) == "head dims up to 64"
+    assert variants.PING_PONG.supports(wide, H200) is None

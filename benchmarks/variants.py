@@ -1,0 +1,41 @@
+"""Options of kernels that no heuristic chooses, each a `Kernel` of its own, to be checked and timed beside the chosen:
+
+    python -m numba_attn check benchmarks/variants.py:BESIDE --sim
+    python -m numba_attn bench --kernel benchmarks/variants.py:BESIDE --kernel unfused_split_half_sm90
+
+What wins becomes the heuristic's choice in the kernel's file, and what loses goes to `docs/notes/`.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from numba_attn.kernel import Kernel
+from numba_attn.kernels import flash_split_half_sm90, unfused_split_half_sm90
+
+
+def variant(kernel: Kernel, name: str, small: dict | None = None, **changes) -> Kernel:
+    """The kernel with other options; `small`: those of its tiles in the simulator, where they differ."""
+    return replace(
+        kernel,
+        name=f"{kernel.name}_{name}",
+        config=lambda problem, device: replace(kernel.config(problem, device), **changes),
+        configs=lambda: (replace(config, **changes) for config in kernel.configs()),
+        small_config=lambda problem: replace(kernel.small_config(problem), **(changes if small is None else small)),
+    )
+
+
+BESIDE = variant(unfused_split_half_sm90.KERNEL, "beside", beside=True)
+TWO_BLOCKS_D64 = variant(
+    replace(
+        flash_split_half_sm90.KERNEL,
+        supports=lambda problem, device: (
+            "head dims up to 64" if max(problem.D, problem.Dv) > 64 else flash_split_half_sm90.supports(problem, device)
+        ),
+        configs=lambda: (config for config in flash_split_half_sm90.configs() if config.d_bucket == 64),
+    ),
+    "two_blocks_d64",
+    small={"groups": 2},
+    **{"d_bucket": 64, "groups": 2, "slots": 4, "o_columns": 64, "products": 3, "blocks": 2},
+)
+PING_PONG = variant(flash_split_half_sm90.KERNEL, "ping_pong", small={"groups": 2, "ping_pong": True}, ping_pong=True)
