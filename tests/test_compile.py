@@ -140,7 +140,9 @@ def around_halves_ptx(launch):
     """Of the launches that kernels of halves share; None for others."""
     if launch.build is build_split:
         loads = r"ld\.global\.v4\.f32" if launch.config.vector == 4 else r"\bld\.(global\.)?[bfu]32"
-        return (loads, r"cvt\.rn\.f16x2\.f32", r"st\.global\.v4", r"atom\.shared"), (r"mma", r"cp\.async")
+        counts = (r"max\.NaN\.f32", r"set\.ge\.f16x2\.f16x2", r"bar(rier)?\.red\.\S*or")
+        present = (loads, r"cvt\.rn\.f16x2\.f32", r"st\.global\.v4", *counts)
+        return present, (r"mma", r"cp\.async", r"\batom\b", r"(div|rem)\.s")
     if launch.build is build_rescue:
         return (r"shfl\.sync\.bfly", r"ld\.global\.f32"), (r"mma", r"cp\.async")
     if launch.build is build_weights:
