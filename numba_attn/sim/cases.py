@@ -99,6 +99,7 @@ CASES = (
     Case(1, 1, 36, 40, 16, 2, causal=True, poison=33),
     Case(1, 1, 3, 70, 16, 4, spread=200),
     Case(1, 1, 40, 40, 16, 4, spread=1000, dense=True, tolerance=1e-3),
+    Case(1, 1, 20, 40, 16, 16),
     Case(1, 1, 3, 40, 16, 4, spread=1, inf_column=True),
     Case(1, 1, 3, 40, 16, 4, tiny_row=True),
     Case(1, 1, 3, 40, 16, 4, large_column="q"),
