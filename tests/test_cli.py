@@ -490,9 +490,10 @@ def test_mutate(call, monkeypatch):
     report = mutate.Report("toy", tuple(mutate.Row("toy.py", m, "error", "race", 0.1) for m in kept), ())
     survived = mutate.Row("toy.py", kept[0], "survived", "", 0.1)
 
-    def run(path, progress, name, equivalent, jobs):
+    def run(path, progress, name, equivalent, without, jobs):
         assert (Path(path), name, equivalent) == (toy, "KERNEL", None)
         assert jobs == (2 if report.stale else os.cpu_count())
+        assert without == ([(Path(warp_tile_fp32.__file__), "KERNEL"), (toy, "KERNEL")] if report.stale else [])
         for number, row in enumerate(report.rows, 1):
             progress(number, len(report.rows), row)
         return report
@@ -502,10 +503,15 @@ def test_mutate(call, monkeypatch):
     assert (status, out.splitlines()) == (0, ["outcome  mutants", "error          3"])
     assert err.splitlines()[-1] == f"3/3 toy.py:{kept[2].line} {kept[2].description}"
     report = mutate.Report("toy", (*report.rows, survived), ("gone: drop",))
-    status, out, _ = call("mutate", toy, "--jobs", "2")
+    status, out, _ = call("mutate", toy, "--jobs", "2", "--without", "warp_tile_fp32", "--without", toy)
     assert status == 1
     assert out.startswith(f"SURVIVED toy.py:{kept[0].line} {kept[0].description}\n")
     assert out.endswith("STALE gone: drop\n")
+
+
+def test_mutate_without_what_is_no_kernel(call):
+    status, _, err = call("mutate", "flash_fp32", "--without", "flash_fp23")
+    assert status == 2 and "'flash_fp23' is neither a kernel" in err
 
 
 def test_mutate_for_real(call, monkeypatch):
