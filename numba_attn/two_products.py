@@ -64,7 +64,7 @@ class TwoProducts:
     """Of 16 columns, in sums of S in the tensor cores."""
     halves: int = 2
     beside: bool = False
-    """Tiles are split beside the products, by the SMs that these leave free, see `ImageBatches.launches_beside`."""
+    """Tiles are split beside the products, by those of `most_blocks` SMs that these leave free: `launches_beside`."""
 
     @property
     def images(self) -> ImageBatches:

@@ -61,7 +61,7 @@ class Config:
     part: int  # columns of a tile of K or V in one slot
     slots: int
     s_chains: int  # sums of 64 columns of S that are issued together
-    o_columns: int  # columns of O that are
+    o_columns: int  # columns of O that are summed together
     products: int = 3  # for Q K^T: the fourth, lo lo, shows beside the rounding errors of very short sums only
     blocks: int = 1  # an SM: one multiplies while another begins or ends
     ping_pong: bool = False  # warpgroups take turns at Q K^T: one multiplies while another exponentiates
