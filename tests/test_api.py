@@ -485,6 +485,19 @@ def test_explain_uses_the_caller_s_kernel(launches):
     assert not launches
 
 
+@pytest.mark.parametrize("head_dim", [8, 300])
+@pytest.mark.parametrize("empty", [0, 1, 2], ids=["B", "H", "Lq"])
+def test_explain_where_there_is_no_row(launches, empty, head_dim):
+    """Broke once: no batches to share rows into."""
+    shape = [2, 3, 4, head_dim]
+    shape[empty] = 0
+    q, k = np.zeros(shape, np.float32), np.zeros([*shape[:2], 5, head_dim], np.float32)
+    told = numba_attn.explain(q, k, k)
+    assert told.chosen in [kernel.name for kernel in KERNELS]
+    for kernel in KERNELS:
+        assert kernel.supports(told.problem, H200) is None or kernel.name.startswith("flash_split_half")
+
+
 def test_explain_tells_a_kernel_from_the_registered_one_of_its_name(launches):
     own = replace(KERNELS[0], summary="mine")
     told = numba_attn.explain(*tensors(), kernel=own)
