@@ -86,8 +86,8 @@ class ImageBatches:
         n_bytes = _bytes_of(self._of(1, 1))
         if n_bytes > MAX_WORKSPACE_BYTES:
             return f"needs {n_bytes} bytes of workspace for one head, {MAX_WORKSPACE_BYTES} are allowed"
-        if self.problem.is_empty:
-            return None
+        if 0 in (self.problem.B, self.problem.H, self.problem.Lq):
+            return None  # no row to share out
         of_b, of_h, of_blocks = self._steps
         batches = cdiv(self.problem.B, of_b) * cdiv(self.problem.H, of_h) * cdiv(self.m_blocks, of_blocks)
         if batches > MOST_BATCHES:

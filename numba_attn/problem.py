@@ -41,11 +41,6 @@ class Problem:
     """One of `PRECISIONS`."""
 
     @property
-    def is_empty(self) -> bool:
-        """No row: nothing to compute, and nothing to share out."""
-        return 0 in (self.B, self.H, self.Lq)
-
-    @property
     def flop(self) -> int:
         """Floating-point operations of the two products; under causality only the pairs that count."""
         pairs = self.Lq * self.Lk

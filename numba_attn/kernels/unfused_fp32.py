@@ -60,8 +60,8 @@ MOST_BATCHES = 4096  # of four launches each: beyond, the host's time and memory
 def supports(problem: Problem, device: Device) -> str | None:
     if (row_bytes := ITEM_BYTES * (problem.Lk + 1)) > WORKSPACE_BYTES:
         return f"needs {row_bytes} bytes of workspace for one row, more than {WORKSPACE_BYTES}"
-    if problem.is_empty:
-        return None
+    if 0 in (problem.B, problem.H, problem.Lq):
+        return None  # no row to share out
     heads, rows = batch(problem, WORKSPACE_BYTES)
     outer, inner = sorted((problem.B, problem.H))
     batches = outer * cdiv(inner, heads) * cdiv(problem.Lq, rows)
