@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from math import prod
 
 from numba_attn.device.math import cdiv
-from numba_attn.device.rescue_kernel import RescueConfig, build_rescue
+from numba_attn.device.rescue_kernel import MOST_BLOCKS, RescueConfig, build_rescue
 from numba_attn.device.split_half import FEW_COLUMNS, RECORD, image_words, padded
 from numba_attn.device.split_kernel import build_split
 from numba_attn.device.split_tile import SplitConfig
@@ -21,6 +21,8 @@ from numba_attn.problem import ITEM_BYTES, Problem
 
 MAX_WORKSPACE_BYTES = 512_000_000
 MOST_BATCHES = 16384  # of up to five launches: a call makes them all before the first runs
+TILES_BESIDE = 8
+"""That one block splits beside another launch, where few SMs have to keep many bytes on their way."""
 LEAST_ROWS, LEAST_FLOP = 64, 1e9  # below which other kernels are faster
 
 
@@ -98,7 +100,7 @@ class ImageBatches:
         """Per batch: split, the launches between, rescue."""
         steps = []
         for batch in self._batches():
-            steps += [self._split(batch, 0, sum(self._to_split(batch))), *between(batch), self._rescue(batch)]
+            steps += [self._split(batch, "Q" if batch.keys_are_there else "QKV"), *between(batch), self._rescue(batch)]
         return tuple(steps)
 
     def launches_beside(self, between: Callable[[Batch, int, int], tuple[Launch, ...]]) -> tuple[Launch, ...]:
@@ -107,19 +109,18 @@ class ImageBatches:
         between: from a batch and how many tiles are split beside the first and the last, at least two launches.
         """
         batches = list(self._batches())
-        to_split = [*map(self._to_split, batches), (0, 0, 0)]
-        steps = [self._split(batches[0], 0, sum(to_split[0][:2]))]
+        steps = [self._split(batches[0], "QK")]
         for i, batch in enumerate(batches):
-            of_values, of_next = to_split[i][2], sum(to_split[i + 1][:2])
-            first, *rest = between(batch, of_values, of_next)
+            values = "" if batch.keys_are_there else "V"
+            following = next(iter(batches[i + 1 :]), None)
+            of_next = "" if following is None else "Q" if following.keys_are_there else "QK"
+            first, *rest = between(batch, self._tiles_of(batch, values), self._tiles_of(following, of_next))
             steps.append(first)
-            if of_values:
-                # V's tiles come behind those of Q and K, whether these are split or are there.
-                start = batch.heads * (self.tiles("Q", batch.m_blocks) + self.tiles("K", batch.m_blocks))
-                steps.append(self._split(batch, start, of_values, is_beside=True))
+            if values:
+                steps.append(self._split(batch, values, is_beside=True))
             steps += rest
             if of_next:
-                steps.append(self._split(batches[i + 1], 0, of_next, is_beside=True))
+                steps.append(self._split(following, of_next, is_beside=True))
             steps.append(self._rescue(batch))
         return tuple(steps)
 
@@ -132,24 +133,25 @@ class ImageBatches:
 
         return self.launches(between)
 
-    def _to_split(self, batch: Batch) -> tuple[int, int, int]:
-        """Tiles of Q, K and V."""
-        of_q, of_k, of_v = (batch.heads * self.tiles(name, batch.m_blocks) for name in "QKV")
-        return (of_q, 0, 0) if batch.keys_are_there else (of_q, of_k, of_v)
+    def _tiles_of(self, batch: Batch | None, operands: str) -> int:
+        return sum(batch.heads * self.tiles(name, batch.m_blocks) for name in operands)
 
-    def _split(self, batch: Batch, first: int, tiles: int, is_beside: bool = False) -> Launch:
-        """So many tiles from tile `first` on."""
-        vector = 4 if self.problem.vector == 4 else 1
-        config = SplitConfig(self.rows, padded(self.columns), vector, self.lost, self.halves, is_beside)
+    def _split(self, batch: Batch, operands: str, is_beside: bool = False) -> Launch:
+        """Some of the operands QKV that follow each other."""
+        vector, tiles = 4 if self.problem.vector == 4 else 1, TILES_BESIDE if is_beside else 1
+        config = SplitConfig(self.rows, padded(self.columns), vector, self.lost, self.halves, tiles, is_beside)
+        blocks = {name: batch.heads * cdiv(self.tiles(name, batch.m_blocks), tiles) for name in "QKV"}
+        # Whoever splits V alone skips the blocks of Q and K.
+        first = sum(blocks[name] for name in "QKV"[: "QKV".index(operands[0])])
         args = (*batch.parts("Q", "K", "V", *IMAGES, *RECORDS), "scale", first)
         bounds = {"min_blocks": config.min_blocks, "is_beside": is_beside}
-        return Launch(build_split, config, args, tiles, config.threads, **bounds)
+        return Launch(build_split, config, args, sum(blocks[name] for name in operands), config.threads, **bounds)
 
     def _rescue(self, batch: Batch) -> Launch:
         problem = self.problem
         config = RescueConfig(problem.is_causal)
         args = (*batch.parts("Q", "K", "V", "unsafe", "O", "lse"), "scale", self.block_m, batch.first_row)
-        return Launch(build_rescue, config, args, batch.heads * batch.m_blocks, config.threads)
+        return Launch(build_rescue, config, args, min(batch.heads * batch.m_blocks, MOST_BLOCKS), config.threads)
 
     @property
     def m_blocks(self) -> int:

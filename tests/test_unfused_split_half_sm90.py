@@ -43,7 +43,9 @@ def test_order_of_launches():
     assert names_of(steps) == expected
     # A tile is split as often as without.
     plain = KERNEL.launches(HEADLINE, dataclasses.replace(config, beside=False))
-    tiles = [sum(step.grid for step in some if step.build is build_split) for some in (steps, plain)]
+    tiles = [
+        sum(step.grid * step.config.tiles for step in some if step.build is build_split) for some in (steps, plain)
+    ]
     assert tiles[0] == tiles[1] == 3 * 32 * 32 * 8 * 16
     # Each product leaves SMs to what runs beside it, the last one none.
     products = [step.grid for step in steps if step.build.__name__ in ("build_scores", "build_outputs")]

@@ -28,6 +28,8 @@ class SplitConfig:
     lost: float = 0.0
     """Of a sum of Q K^T, see `mma_tile.lost_by_scores`."""
     halves: int = 2
+    tiles: int = 1
+    """Of one operand of a head, that a block splits one after the other."""
     is_beside: bool = False
     """Beside another launch, see `kernel.Launch`."""
 

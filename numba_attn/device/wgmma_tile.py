@@ -25,7 +25,15 @@ from numba_attn.device.ptx_sm90 import (
     named_barrier_arrive,
     named_barrier_sync,
 )
-from numba_attn.device.split_half import BLOCK_COLUMNS, ROW_BYTES, image_words, padded, plane_bytes
+from numba_attn.device.split_half import (
+    BLOCK_COLUMNS,
+    ROW_BYTES,
+    WORD_BYTES,
+    image_bytes,
+    image_words,
+    padded,
+    plane_bytes,
+)
 from numba_attn.device.unrolled import unrolled
 from numba_attn.device.verb import verb
 from numba_attn.device.wgmma_fragments import GROUP_ROWS, GROUP_THREADS, STEP, Matrix
@@ -67,6 +75,19 @@ def copy_tiles(n_bytes: int):
     return copy
 
 
+def copy_q(rows: int, columns: int):
+    """The verb `copy(target, barrier, image, block)`: the tiles of a block of Q, by one thread."""
+    n_bytes = image_bytes(rows, columns)
+    issue = copy_tiles(n_bytes)
+
+    @verb
+    def copy(target, barrier, image, block):
+        mbarrier_arrive_expect(barrier, n_bytes)
+        issue(target, image, block * (n_bytes // WORD_BYTES), barrier)
+
+    return copy
+
+
 def start_barriers(slots: int, readers: int):
     """The verb `start(barriers, tid)`: all barriers, for `readers` warps that read."""
 
@@ -103,16 +124,17 @@ def claim(slots: int, slot_bytes: int):
 
 
 def feed(columns: int, part: int, slots: int):
-    """The verb `feed(ring, barriers, turn, gK, gV, n_end)`: K and V of each tile up to n_end, as slots become free.
+    """The verb `feed(ring, barriers, turn, gK, gV, first, last)`: K and V by one thread, as slots become free.
 
-    By one thread. gK, gV: images; returns the turn after the last part.
+    Tiles first .. last - 1 of those of K and V in turns: 2 t is tile t of K, 2 t + 1 of V. gK, gV: images; returns the
+    turn after the last part.
     """
     parts, slot_bytes = padded(columns) // part, 2 * plane_bytes(GROUP_ROWS, part)
     following, claim_slot, copy = ring(slots), claim(slots, slot_bytes), copy_part(GROUP_ROWS, columns, part)
 
     @verb
-    def feed(ring, barriers, turn, gK, gV, n_end):
-        for tile in range(2 * ((n_end + GROUP_ROWS - 1) // GROUP_ROWS)):
+    def feed(ring, barriers, turn, gK, gV, first, last):
+        for tile in range(first, last):
             for p in range(parts):
                 slot, barrier = claim_slot(ring, barriers, turn)
                 copy(slot, gV if tile & 1 else gK, tile >> 1, p, barrier)
@@ -120,6 +142,17 @@ def feed(columns: int, part: int, slots: int):
         return turn
 
     return feed
+
+
+def await_copies(slots: int):
+    """The verb `await_copies(barriers)`: until Q is there, and what the first so many slots hold first."""
+
+    @verb
+    def await_copies(barriers):
+        for i in range(slots + 1):
+            mbarrier_wait(barriers + i * BARRIER_BYTES, 0)
+
+    return await_copies
 
 
 def _place(turn, ring, barriers, slot_bytes: int, slots: int) -> tuple:
@@ -219,6 +252,11 @@ def ring(slots: int):
         return turn + 2 if turn < 2 * (slots - 1) else (turn & 1) ^ 1
 
     return following
+
+
+def turn_after(parts: int, slots: int) -> int:
+    """The turn after so many, not more than a ring has slots."""
+    return 2 * parts if parts < slots else 1
 
 
 def take(parts: int, slots: int):

@@ -40,7 +40,7 @@ from numba_attn.device import mma_epilogue, mma_tile, wgmma_tile
 from numba_attn.device.mask import Mask
 from numba_attn.device.math import bits, cdiv, quotient
 from numba_attn.device.ptx import opaque
-from numba_attn.device.ptx_sm90 import mbarrier_arrive_expect, mbarrier_wait, setmaxnreg
+from numba_attn.device.ptx_sm90 import mbarrier_wait, setmaxnreg
 from numba_attn.device.rescue_kernel import FEW_KEYS
 from numba_attn.device.smem import shared_memory
 from numba_attn.device.softmax import ONE
@@ -156,15 +156,17 @@ def build_flash(config: Config):
     GROUPS, BLOCK_M, COLUMNS = config.groups, config.block_m, config.d_bucket
     SLOTS, PART, PARTS = config.slots, config.part, padded(config.d_bucket) // config.part
     Q_BYTES, TILE_BYTES = image_bytes(BLOCK_M, COLUMNS), image_bytes(K_ROWS, COLUMNS)
-    Q_WORDS, BARRIERS, CONSUMERS = Q_BYTES // 4, config.tiles_bytes, GROUP_THREADS * GROUPS
+    BARRIERS, CONSUMERS = config.tiles_bytes, GROUP_THREADS * GROUPS
     PING_PONG, SKIPS = config.ping_pong, COLUMNS <= 128  # wider ones have no registers for skipping
+    IS_EARLY = COLUMNS <= 192  # or for addresses found before safety
     S_SHAPE, O_SHAPE, ROW_SHAPE = (1, K_ROWS // 8, 4), (1, COLUMNS // 8, 4), (1, 2)
     LEFT_SHAPE = (2, K_ROWS // STEP, 4)
     end_of_row = Mask(config.is_causal).end
     few, many = (setmaxnreg(n, more=more) for n, more in zip(config.registers, (False, True), strict=True))
     start_barriers = wgmma_tile.start_barriers(SLOTS, GROUP_WARPS * GROUPS)
     place = wgmma_tile.place(config.is_causal, 2 * TILE_BYTES)
-    copy_q, feed = wgmma_tile.copy_tiles(Q_BYTES), wgmma_tile.feed(COLUMNS, PART, SLOTS)
+    copy_q, feed = wgmma_tile.copy_q(BLOCK_M, COLUMNS), wgmma_tile.feed(COLUMNS, PART, SLOTS)
+    await_copies, V_TURN = wgmma_tile.await_copies(PARTS), wgmma_tile.turn_after(PARTS, SLOTS)
     take, skip = wgmma_tile.take(PARTS, SLOTS), wgmma_tile.skip(COLUMNS, PART, SLOTS)
     take_turn, end_turn = wgmma_tile.turns(GROUPS)
     start = mma_tile.start(WARP_ROWS, COLUMNS)
@@ -182,6 +184,15 @@ def build_flash(config: Config):
         head, m_block = place(cuda.blockIdx.x, heads, m_blocks, K_record.shape[1])
         tid, m0 = cuda.threadIdx.x, m_block * BLOCK_M
         lane, group = tid & 31, tid >> 7
+        smem = shared_memory()
+        ring, q_full = smem + Q_BYTES, smem + BARRIERS
+
+        # Q and the first tile of K, on their way while it is found out whether they are needed
+        start_barriers(q_full, tid)
+        if IS_EARLY and tid == CONSUMERS and Lk >= FEW_KEYS:
+            own = opaque(head)
+            copy_q(smem, q_full, Q_image[own], m_block)
+            feed(ring, q_full, 0, K_image[own], V_image[own], 0, 1)
 
         # halves only where they lose nothing
         safe, v_amax = verdict(Q_record, K_record, V_record, head, m_block * GROUPS, GROUPS, D, ONE, lane)
@@ -189,20 +200,25 @@ def build_flash(config: Config):
         if tid == 0:
             unsafe[head, m_block] = not safe
         if not safe:
+            if IS_EARLY and tid == CONSUMERS and Lk >= FEW_KEYS:
+                # Nothing may arrive once shared memory is another block's.
+                await_copies(q_full)
             return
-
-        smem = shared_memory()
-        ring, q_full, turn = smem + Q_BYTES, smem + BARRIERS, 0
-        start_barriers(q_full, tid)
+        head, m_block = place(opaque(cuda.blockIdx.x), heads, m_blocks, K_record.shape[1])
+        m0, tid = m_block * BLOCK_M, opaque(cuda.threadIdx.x)
+        lane, group = tid & 31, tid >> 7
         n_end = end_of_row(first_row + min(m0 + BLOCK_M, Lq) - 1, Lk)
 
         if tid >= CONSUMERS:
-            # copy Q, and tiles of K and V as slots become free
+            # copy tiles of K and V as slots become free
             few()
             if tid == CONSUMERS:
-                mbarrier_arrive_expect(q_full, Q_BYTES)
-                copy_q(smem, Q_image[head], m_block * Q_WORDS, q_full)
-                feed(ring, q_full, turn, K_image[head], V_image[head], n_end)
+                tiles = 2 * quotient(n_end + (K_ROWS - 1), K_ROWS)
+                if IS_EARLY:
+                    feed(ring, q_full, V_TURN, K_image[head], V_image[head], 1, tiles)
+                else:
+                    copy_q(smem, q_full, Q_image[head], m_block)
+                    feed(ring, q_full, 0, K_image[head], V_image[head], 0, tiles)
         else:
             # reset m, l, acc
             many()
@@ -212,7 +228,7 @@ def build_flash(config: Config):
             m = cuda.local.array(ROW_SHAPE, float32)
             l = cuda.local.array(ROW_SHAPE, float32)
             alpha = cuda.local.array(ROW_SHAPE, float32)
-            parts = cuda.local.array(PARTS, int32)
+            parts, turn = cuda.local.array(PARTS, int32), 0
             start(acc, m, l)
             q_at = smem + group * TILE_BYTES
             v_bits, q_unscale = bits(v_amax), Q_record[head, m_block * GROUPS + group, UNSCALE]

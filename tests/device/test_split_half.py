@@ -306,16 +306,17 @@ def split_tiles(
     q_tiles=None,
     lost=0.0,
     halves=2,
+    of_block=1,
 ):
     """Images and records of Q, K, V as [Q, K, V] x [heads, tiles, ..] by the split kernel; tiles of zeros included."""
     heads = Q.shape[0] * Q.shape[1]
-    tiles = [-(-X.shape[2] // rows) for X in (Q, K, V)]
+    tiles = [-(-X.shape[2] // rows) * -(-X.shape[3] // columns) for X in (Q, K, V)]
     tiles[0] = q_tiles or tiles[0]
     images = [np.full((heads, n * sh.image_words(rows, columns, halves)), 0xFFFFFFFF, np.uint32) for n in tiles]
     records = [nans(heads, n, sh.RECORD) for n in tiles]
-    config = SplitConfig(rows, columns, vector, lost, halves)
+    config = SplitConfig(rows, columns, vector, lost, halves, of_block)
     arguments = (Q, K, V, *images, *records, np.float32(scale), 0)
-    run(build_split(config), *arguments, threads=config.threads, grid=heads * sum(tiles))
+    run(build_split(config), *arguments, threads=config.threads, grid=heads * sum(-(-n // of_block) for n in tiles))
     return [image.reshape(heads, n, -1) for image, n in zip(images, tiles, strict=True)], records
 
 
@@ -362,6 +363,19 @@ def test_images(run, rows, columns, vector, halves):
                 up = 1 / record[sh.UNSCALE]
                 assert amax == 0 or 2**14 <= amax * up < 2**15
                 np.testing.assert_array_equal(own_images[head, tile], image_of(part * np.float64(factor), up, halves))
+
+
+@pytest.mark.parametrize("vector", [1, 4])
+@pytest.mark.parametrize("of_block", [2, 5, 100])
+def test_tiles_of_one_block_are_those_of_several(run, of_block, vector):
+    """Row by row of tiles, which are 2, 1 and 3 wide; the last block of a head has fewer."""
+    arrays = [randn(2, 2, 50, 72), randn(2, 2, 33, 64, seed=1), randn(2, 2, 33, 136, seed=2)]
+    sizes = {"rows": 16, "columns": 64, "vector": vector}
+    of_one, of_many = split_tiles(run, *arrays, **sizes), split_tiles(run, *arrays, **sizes, of_block=of_block)
+    assert [record.shape[1] for record in of_one[1]] == [8, 3, 9]
+    for expected, seen in zip(of_one, of_many, strict=True):
+        for x, y in zip(expected, seen, strict=True):
+            np.testing.assert_array_equal(x, y)
 
 
 def padded(X) -> np.ndarray:

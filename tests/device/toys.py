@@ -23,10 +23,10 @@ def compiled(kernel, *arrays, threads=32, grid=1, smem_bytes=0) -> compiler.Bina
 
 
 def run_on_gpu(kernel, *arrays, threads=32, grid=1, smem_bytes=0) -> None:
-    """The same on GPU 0; strides and offsets of the arrays are kept. One argument may be a float."""
+    """The same on GPU 0; strides and offsets of the arrays are kept. One argument may be a float, others ints."""
     import torch
 
-    scale = next((x for x in arrays if not isinstance(x, np.ndarray)), 0.0)
+    scale = next((x for x in arrays if isinstance(x, float | np.float32)), 0.0)
     launch, workspace = _launch(kernel, _kinds(arrays), threads, grid, smem_bytes)
     arrays = [array for array in arrays if isinstance(array, np.ndarray)]
     bases = [array if array.base is None else array.base for array in arrays]
@@ -50,17 +50,24 @@ def ptx_of(kernel, *ndims: int, threads=32, dtype="float32") -> str:
 
 
 def _kinds(arrays) -> list:
-    return [(x.ndim, x.dtype.name) if isinstance(x, np.ndarray) else None for x in arrays]
+    return [(x.ndim, x.dtype.name) if isinstance(x, np.ndarray) else x for x in arrays]
 
 
 def _launch(kernel, kinds, threads: int, grid: int, smem_bytes: int):
-    """The launch and its arrays; of each argument the dimensions and the type, or None for the scale."""
-    # Names of their own: those of `OPERANDS` have their dimensions already.
-    args = ["scale" if kind is None else f"array_{i}" for i, kind in enumerate(kinds)]
+    """The launch and its arrays; of each array the dimensions and the type, numbers as they are."""
+
+    def argument(i: int, kind):
+        if isinstance(kind, tuple):
+            return f"array_{i}"  # names of their own: those of `OPERANDS` have their dimensions already
+        return kind if isinstance(kind, int) else "scale"
+
+    args = tuple(argument(i, kind) for i, kind in enumerate(kinds))
     workspace = {
-        name: Workspace((1,) * kind[0], kind[1]) for name, kind in zip(args, kinds, strict=True) if kind is not None
+        name: Workspace((1,) * kind[0], kind[1])
+        for name, kind in zip(args, kinds, strict=True)
+        if isinstance(kind, tuple)
     }
-    return Launch(_build, kernel, tuple(args), grid, threads, smem_bytes), workspace
+    return Launch(_build, kernel, args, grid, threads, smem_bytes), workspace
 
 
 def _build(kernel):
