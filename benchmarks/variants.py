@@ -1,7 +1,7 @@
 """Options of kernels that no heuristic chooses, each a `Kernel` of its own, to be checked and timed beside the chosen:
 
-    python -m numba_attn check benchmarks/variants.py:BESIDE --sim
-    python -m numba_attn bench --kernel benchmarks/variants.py:BESIDE --kernel unfused_split_half_sm90
+    python -m numba_attn check benchmarks/variants.py:APART --sim
+    python -m numba_attn bench --kernel benchmarks/variants.py:APART --kernel unfused_split_half_sm90
 
 What wins becomes the heuristic's choice in the kernel's file, and what loses goes to `docs/notes/`.
 """
@@ -25,7 +25,7 @@ def variant(kernel: Kernel, name: str, small: dict | None = None, **changes) -> 
     )
 
 
-BESIDE = variant(unfused_split_half_sm90.KERNEL, "beside", beside=True)
+APART = variant(unfused_split_half_sm90.KERNEL, "apart", beside=False)
 TWO_BLOCKS_D64 = variant(
     replace(
         flash_split_half_sm90.KERNEL,

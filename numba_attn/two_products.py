@@ -34,7 +34,7 @@ def unsuited(problem: Problem) -> str | None:
     return images.unsuited(problem)
 
 
-STEPS_OF_SPLIT = 0.15
+STEPS_OF_SPLIT = 0.2
 """What splitting a tile takes an SM, in steps of a block of a product: 64 columns, or keys."""
 
 

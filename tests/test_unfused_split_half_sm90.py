@@ -21,8 +21,8 @@ from numba_attn.two_products import sms_of_product
 HEADLINE = Problem(32, 32, 32, 512, 512, 1024, 1024, vector=4)
 
 
-def beside(config: Config) -> Config:
-    return dataclasses.replace(config, beside=True)
+def apart(config: Config) -> Config:
+    return dataclasses.replace(config, beside=False)
 
 
 def batches_of(steps) -> int:
@@ -34,7 +34,7 @@ def names_of(steps) -> list[str]:
 
 
 def test_order_of_launches():
-    config = beside(KERNEL.config(HEADLINE, H200))
+    config = KERNEL.config(HEADLINE, H200)
     steps = KERNEL.launches(HEADLINE, config)
     per_batch = ["scores", "split'", "weights", "outputs"]
     n = batches_of(steps)
@@ -42,7 +42,7 @@ def test_order_of_launches():
     expected = ["split", *(n - 1) * [*per_batch, "split'", "rescue"], *per_batch, "rescue"]
     assert names_of(steps) == expected
     # A tile is split as often as without.
-    plain = KERNEL.launches(HEADLINE, dataclasses.replace(config, beside=False))
+    plain = KERNEL.launches(HEADLINE, apart(config))
     tiles = [
         sum(step.grid * step.config.tiles for step in some if step.build is build_split) for some in (steps, plain)
     ]
@@ -54,7 +54,7 @@ def test_order_of_launches():
 
 
 def test_launches_that_run_side_by_side_say_so():
-    config = beside(KERNEL.config(HEADLINE, H200))
+    config = KERNEL.config(HEADLINE, H200)
     workspace = KERNEL.workspace(HEADLINE, config)
     seen = {(step.build, step.is_beside): step for step in KERNEL.launches(HEADLINE, config)}
     for (build, is_beside), step in seen.items():
@@ -65,7 +65,7 @@ def test_launches_that_run_side_by_side_say_so():
 
 @pytest.mark.parametrize(
     ("blocks", "steps", "tiles", "sms"),
-    [(512, 16, 8192, 103), (1024, 8, 16384, 103), (1, 16, 64, 1), (132, 16, 1, 66), (10**6, 8, 1, 131)],
+    [(512, 16, 8192, 103), (1024, 8, 16384, 94), (1, 16, 64, 1), (132, 16, 1, 66), (10**6, 8, 1, 131)],
 )
 def test_sms_of_product(blocks, steps, tiles, sms):
     assert sms_of_product(blocks, steps, tiles, 132) == sms
@@ -101,10 +101,10 @@ def test_tiles_split_beside(case, least, change, monkeypatch):
     monkeypatch.setattr(images, "MAX_WORKSPACE_BYTES", n_bytes - 1 if case.B * case.H == 1 else n_bytes)
     assert batches_of(KERNEL.launches(case.problem, config)) == least
     arrays, options = testing.make_inputs(case), {**case.kwargs, "precision": case.precision, "return_lse": True}
-    expected = sim.attention(*arrays, **options, kernel=KERNEL, config=config)
+    expected = sim.attention(*arrays, **options, kernel=KERNEL, config=apart(config))
     testing.assert_accurate(*expected, *arrays, **case.kwargs, accuracy=case.precision)
     kernel = dataclasses.replace(KERNEL, launches=change(KERNEL.launches))
-    for x, y in zip(sim.attention(*arrays, **options, kernel=kernel, config=beside(config)), expected, strict=True):
+    for x, y in zip(sim.attention(*arrays, **options, kernel=kernel, config=config), expected, strict=True):
         np.testing.assert_array_equal(x, y)
 
 
@@ -122,12 +122,12 @@ def test_gpu_tiles_split_beside(shape, causal, precision):
         pytest.skip(f"{KERNEL.name} is for compute capability 9.0, this GPU has {torch.cuda.get_device_capability()}")
     B, H, Lq, Lk, D = shape
     q, k, v = (torch.randn(B, H, L, D, device="cuda") for L in (Lq, Lk, Lk))
-    fixed = dataclasses.replace(KERNEL, config=lambda problem, device: beside(KERNEL.config(problem, device)))
+    plain = dataclasses.replace(KERNEL, config=lambda problem, device: apart(KERNEL.config(problem, device)))
 
     def attention(kernel):
         return numba_attn.attention(q, k, v, causal=causal, precision=precision, return_lse=True, kernel=kernel)
 
-    expected = attention(KERNEL)
+    expected = attention(plain)
     for _ in range(20):
-        for x, y in zip(attention(fixed), expected, strict=True):
+        for x, y in zip(attention(KERNEL), expected, strict=True):
             assert torch.equal(x, y)

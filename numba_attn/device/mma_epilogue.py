@@ -52,9 +52,13 @@ def finish(q_rows: int, columns: int, vector: int = 1):
                         # What its rounding, and that of the inverse, left over.
                         rest = e.fma(-quotient, total, x)
                         pair.append(e.fma(rest, inverse, quotient) * unit)
-                    for r in range(0, 2, vector):
+                    if vector == 2:
+                        # Columns follow each other: one address for all.
+                        e.store(gO, (at, col), pair, (at < rows) & (col + N * j < columns_left), behind=N * j)
+                        continue
+                    for r in range(2):
                         place = at, col + (N * j + r)
-                        e.store(gO, place, pair[r : r + vector], (at < rows) & (place[1] < columns_left))
+                        e.store(gO, place, pair[r : r + 1], (at < rows) & (place[1] < columns_left))
 
     @verb
     def finish(gO, O, l, unit, row0, lane):

@@ -41,6 +41,18 @@ def emit_cp_async(builder, destination, source, n_bytes: int, valid_bytes):
     emit(builder, text, VOID, [destination, source, valid_bytes], "r,l,r", memory=True)
 
 
+def emit_store_if(builder, condition, address, values):
+    """`@condition st.global[.v2|.v4]`: 32-bit values to a 64-bit global address, aligned to all of them.
+
+    No branch: between branches the compiler would find each address anew.
+    """
+    n, kind = len(values), "f" if values[0].type == F32 else "r"
+    vector, registers = f".v{n}" if n > 1 else "", ", ".join(f"${i + 2}" for i in range(n))
+    text = f"{{ .reg .pred p; setp.ne.b32 p, $0, 0; @p st.global{vector}.b32 [$1], {{{registers}}}; }}"
+    flag = builder.zext(condition, ir.IntType(32))
+    emit(builder, text, VOID, [flag, address, *values], ",".join(["r", "l", *[kind] * n]), memory=True)
+
+
 def emit_from_lane_0(builder, x):
     """`shfl.sync.idx.b32 d, x, 0`: lane 0's value of a 32-bit x in all 32 lanes, which must all be there."""
     text = "shfl.sync.idx.b32 $0, $1, 0, 31, -1;"

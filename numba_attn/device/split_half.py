@@ -34,11 +34,11 @@ tie, and no two evaluations agree.
 from __future__ import annotations
 
 import numpy as np
-from numba import float32
+from numba import cuda, float32
 
 from numba_attn.device.math import LOG2E, fma, from_bits
 from numba_attn.device.ptx import opaque
-from numba_attn.device.softmax import ONE, ZERO, warp_max
+from numba_attn.device.softmax import NEG_INF, ONE, ZERO
 from numba_attn.device.tile import WARP
 from numba_attn.device.unrolled import unrolled
 from numba_attn.device.verb import verb
@@ -124,15 +124,35 @@ def peak_of(unscale, head_scale):
     return PEAK * max(unscale * head_scale, LEAST_RATIO)
 
 
+Q_AMAX, Q_LEAST, K_AMAX, K_LEAST, V_AMAX, V_LEAST = range(6)
+"""Largest AMAX of tiles of Q, K and V; the least LEVEL, LEVEL and ROW_MIN, negated, so that all are found as maxima."""
+EXTREMES = 6
+
+
+@unrolled
+def over_warp(e, x):
+    """The largest of each x[i] over the lanes of a warp, in place; all at a time, for none waits for another."""
+    distance = WARP // 2
+    while distance:
+        for i, other in enumerate([e.shfl_xor(x[i], distance) for i in range(EXTREMES)]):
+            x[i] = e.max(x[i], other)
+        distance //= 2
+
+
 @verb
-def extremes(record, first, last, lane):
-    """Over tiles first .. last - 1: largest AMAX, lowest LEVEL, lowest ROW_MIN; the same in every lane."""
-    amax, level, row_min = ZERO, INF, INF
-    for tile in range(first + lane, last, WARP):
-        amax = max(amax, record[tile, AMAX])
-        level = min(level, record[tile, LEVEL])
-        row_min = min(row_min, record[tile, ROW_MIN])
-    return warp_max(amax), -warp_max(-level), -warp_max(-row_min)
+def extremes(x, rQ, first, tiles, rK, rV, lane):
+    """x[Q_AMAX] .., of so many tiles of Q from `first` on and of all of K and V; the same in every lane."""
+    k_tiles, v_tiles = rK.shape[0], rV.shape[0]
+    for i in range(0, EXTREMES, 2):
+        x[i], x[i + 1] = ZERO, NEG_INF
+    most = max(tiles, max(k_tiles, v_tiles)) if min(k_tiles, v_tiles) > 0 else 0
+    for tile in range(lane, most, WARP):
+        # Loaded together; past the last tile the last once more, which changes no extreme.
+        q, k, v = first + min(tile, tiles - 1), min(tile, k_tiles - 1), min(tile, v_tiles - 1)
+        x[Q_AMAX], x[Q_LEAST] = max(x[Q_AMAX], rQ[q, AMAX]), max(x[Q_LEAST], -rQ[q, LEVEL])
+        x[K_AMAX], x[K_LEAST] = max(x[K_AMAX], rK[k, AMAX]), max(x[K_LEAST], -rK[k, LEVEL])
+        x[V_AMAX], x[V_LEAST] = max(x[V_AMAX], rV[v, AMAX]), max(x[V_LEAST], -rV[v, ROW_MIN])
+    over_warp(x)
 
 
 @verb
@@ -151,12 +171,11 @@ def is_safe(D, q_amax, q_level, k_amax, k_level, v_amax, v_min, slack):
 @verb
 def verdict(Q_record, K_record, V_record, head, first, tiles, D, slack, lane):
     """(whether halves lose nothing in so many tiles of Q, from `first` on, for all keys; largest magnitude of V)."""
-    rK, rV = K_record[head], V_record[head]
-    # The lane of unknown origin: addresses of all three are else found ahead, and kept.
-    q_amax, q_level, _ = extremes(Q_record[head], first, first + tiles, opaque(lane))
-    k_amax, k_level, _ = extremes(rK, 0, rK.shape[0], opaque(lane))
-    v_amax, _, v_min = extremes(rV, 0, rV.shape[0], opaque(lane))
-    return is_safe(float32(D), q_amax, q_level, k_amax, k_level, v_amax, v_min, slack), v_amax
+    x = cuda.local.array(EXTREMES, float32)
+    # The lane of unknown origin: addresses are else found ahead, and kept.
+    extremes(x, Q_record[head], first, tiles, K_record[head], V_record[head], opaque(lane))
+    q, k = (x[Q_AMAX], -x[Q_LEAST]), (x[K_AMAX], -x[K_LEAST])
+    return is_safe(float32(D), q[0], q[1], k[0], k[1], x[V_AMAX], -x[V_LEAST], slack), x[V_AMAX]
 
 
 def split(e, low, high, scale, rest=None, halves: int = 2) -> tuple:

@@ -178,12 +178,12 @@ class _Emitter:
 
     def store(self, tensor: Global, index, values, condition=None, behind: int = 0) -> None:
         """Write consecutive elements, as `load` reads them, where the condition holds."""
-        if condition is not None:
-            with self.builder.if_then(of(condition, BOOL)):
-                self.store(tensor, index, values, behind=behind)
-            return
         pointer = self.builder.gep(tensor.pointer(index), [I64(behind)])
         values = [of(value, pointer.type.pointee) for value in values]
+        if condition is not None:
+            address = self.builder.ptrtoint(pointer, I64)
+            ptx.emit_store_if(self.builder, of(condition, BOOL), address, values)
+            return
         if len(values) == 1:
             self.builder.store(values[0], pointer)
             return

@@ -60,7 +60,7 @@ class Config:
     slots: int
     halves: int
     """1 for precision tf32: one product."""
-    beside: bool = False
+    beside: bool = True
     """Tiles are split beside the products, on SMs that these leave free, see `ImageBatches.launches_beside`."""
 
     @property

@@ -69,7 +69,9 @@ def script(name: str):
     return module
 
 
-sanitize, counters, attend, variants = map(script, ("sanitize", "counters", "attend", "variants"))
+sanitize, counters, attend, variants, distributions = map(
+    script, ("sanitize", "counters", "attend", "variants", "distributions")
+)
 ARGUMENTS = {sanitize: ["flash_fp32"], counters: ["flash_fp32", PROBLEM]}
 scripts = pytest.mark.parametrize("module", [sanitize, counters], ids=["sanitize", "counters"])
 
@@ -255,7 +257,35 @@ def test_attend():
     assert attend.main(["--check", "--calls", "2", "flash_fp32", PROBLEM, "b1_h1_q5_k7_d3_causal"]) == 0
 
 
-@pytest.mark.parametrize("name", ["BESIDE", "TWO_BLOCKS_D64", "PING_PONG"])
+# distributions.py
+
+
+def test_distributions_without_a_gpu(monkeypatch, capsys):
+    monkeypatch.setattr(distributions, "cuda_torch", lambda: (None, "torch finds no GPU"))
+    assert distributions.main(["--problem", PROBLEM]) == 2
+    assert "torch finds no GPU" in capsys.readouterr().err
+
+
+def test_distributions_are_what_their_names_say():
+    torch = pytest.importorskip("torch")
+    q, k, v = (torch.randn(2, 4, 50, 8) for _ in range(3))
+    drawn = {name: draw(torch, q, k, v) for name, draw in distributions.DISTRIBUTIONS.items()}
+    assert all(x.shape == q.shape and x.dtype == torch.float32 for inputs in drawn.values() for x in inputs)
+    assert torch.equal(drawn["times 1e3"][1], 1e3 * k)
+    apart = drawn["heads 2^20 apart"][0]
+    assert torch.equal(apart[:, 0], q[:, 0]) and torch.equal(apart[:, 1] * 2.0**20, q[:, 1])
+    assert drawn["cancelling"][2].mean().abs() < 1 and drawn["cancelling"][2].abs().min() > 90
+    assert drawn["wide"][2].abs().amax(-1).log10().std() > 2
+
+
+@pytest.mark.gpu
+def test_distributions(capsys):
+    assert distributions.main(["--problem", "b1_h2_q256_k256_d64"]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert len([line for line in lines if line.startswith(tuple(distributions.DISTRIBUTIONS))]) == 8
+
+
+@pytest.mark.parametrize("name", ["APART", "TWO_BLOCKS_D64", "PING_PONG"])
 def test_variants_are_kernels_that_differ_from_the_chosen(name):
     kernel, case = getattr(variants, name), testing.Case(1, 1, 20, 40, 16, 16)
     original = next(k for k in KERNELS if kernel.name.startswith(k.name))

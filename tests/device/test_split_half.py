@@ -99,24 +99,32 @@ def test_peak_of(run):
     np.testing.assert_array_equal(O[:4], [2.0**14, 2.0**4, 2.0**-86, 2.0**14])
 
 
-@pytest.mark.parametrize(("first", "last"), [(0, 70), (3, 4), (31, 65), (5, 5)])
-def test_extremes(run, first, last):
+@pytest.mark.parametrize(
+    ("first", "tiles", "k_tiles", "v_tiles"),
+    [(0, 70, 70, 70), (3, 1, 12, 41), (31, 34, 50, 1), (0, 2, 64, 64), (5, 2, 0, 3)],
+)
+def test_extremes(run, first, tiles, k_tiles, v_tiles):
     @cuda.jit
-    def kernel(record, O):
+    def kernel(rQ, rK, rV, O):
         t = cuda.threadIdx.x
-        O[t, 0], O[t, 1], O[t, 2] = extremes(record, first, last, t)
+        x = cuda.local.array(6, float32)
+        extremes(x, rQ, first, tiles, rK, rV, t)
+        for i in range(6):
+            O[t, i] = x[i]
 
-    record = np.abs(randn(70, sh.RECORD))
-    record[40, sh.AMAX], record[41, sh.LEVEL], record[42, sh.ROW_MIN] = INF, 0, INF
-    O = nans(32, 3)
-    run(kernel, record, O)
-    part = record[first:last]
-    expected = [
-        part[:, sh.AMAX].max(initial=0),
-        part[:, sh.LEVEL].min(initial=np.inf),
-        part[:, sh.ROW_MIN].min(initial=np.inf),
-    ]
-    np.testing.assert_array_equal(O, np.broadcast_to(expected, (32, 3)))
+    records = [np.abs(randn(n, sh.RECORD, seed=n)) for n in (72, k_tiles, v_tiles)]
+    for record in records:
+        if len(record) > 43:
+            record[40, sh.AMAX], record[41, sh.LEVEL], record[42, sh.ROW_MIN] = INF, 0, INF
+    O = nans(32, 6)
+    run(kernel, *records, O)
+    if k_tiles == 0:
+        expected = 3 * [0, -INF]  # no key, so nothing is looked at
+    else:
+        rQ, rK, rV = records[0][first : first + tiles], *records[1:]
+        least = [(rQ, sh.LEVEL), (rK, sh.LEVEL), (rV, sh.ROW_MIN)]
+        expected = [n for record, of in least for n in (record[:, sh.AMAX].max(), -record[:, of].min())]
+    np.testing.assert_array_equal(O, np.broadcast_to(expected, (32, 6)))
 
 
 def below(x) -> np.float32:
