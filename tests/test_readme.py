@@ -100,7 +100,7 @@ def test_precision(names, monkeypatch, capsys):
 
 
 def test_edit_a_kernel(names, tmp_path, monkeypatch, capsys):
-    lines = block("my_kernel", "text").splitlines()
+    lines = block("my_kernel", "text").replace("\\\n", "").splitlines()
     copy, check, inspect, bench = (line.partition(" #")[0].split() for line in lines)
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(sys, "path", [str(tmp_path), *sys.path])
