@@ -100,20 +100,27 @@ def test_precision(names, monkeypatch, capsys):
 
 
 def test_edit_a_kernel(names, tmp_path, monkeypatch, capsys):
-    copy, check = (line.split() for line in block("my_kernel", "text").splitlines())
+    lines = block("my_kernel", "text").replace("\\\n", "").splitlines()
+    copy, check, inspect, bench = (line.partition(" #")[0].split() for line in lines)
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(sys, "path", [str(tmp_path), *sys.path])
     shutil.copy(ROOT / copy[1], copy[2])
-    assert check[:3] == ["python", "-m", "numba_attn"]
+    assert check[:3] == inspect[:3] == bench[:3] == ["python", "-m", "numba_attn"]
     assert main([*check[3:], "-k", "1x1-5x9"]) == 0
     assert "9 passed, 0 failed" in capsys.readouterr().out
+    assert main(inspect[3:]) == 0
+    assert {"registers", "spills", "shared"} <= set(capsys.readouterr().out.split())
+    assert bench[3:6] == ["bench", "--shape", "4,16,4096,4096,128"]
+    assert bench[6:] == ["--kernel", "my_kernel.py", "--kernel", "warp_tile_fp32", "--kernel", "torch_default"]
     run(block("my_kernel"), names)
     expected, _ = numba_attn.reference.attention(names["q"], names["k"], names["v"])
     np.testing.assert_allclose(names["o"], expected, atol=1e-6)
+    np.testing.assert_allclose(names["expected"], expected, atol=1e-6)
+    assert names["config"] != names["my_kernel"].small_config(names["facts"].problem)
 
 
 def test_simulator(names):
-    run(block("sim.attention"), names)
+    run(block("sim.attention(q, k, v, causal=True"), names)
     expected = numba_attn.reference.attention(names["q"], names["k"], names["v"], causal=True)
     np.testing.assert_allclose(names["o"], expected[0], atol=1e-6)
     np.testing.assert_allclose(names["lse"], expected[1], atol=1e-5)

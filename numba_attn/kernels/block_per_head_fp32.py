@@ -130,7 +130,7 @@ def build(config: Config):
         Lk, Dv = K.shape[2], V.shape[3]
         b, h = cuda.blockIdx.x // H, cuda.blockIdx.x % H
         tid = cuda.threadIdx.x
-        # Shift and mask: known not to be negative, they are not tested for wrap-around at each access.
+        # So made, indices are known not to be negative: no test for Python's x[-1] at each access of a shared array.
         warp, lane = tid >> 5, tid & 31
         key, half = lane & 15, lane >> 4  # of step 1: a key of the tile, half of its slice
         gQ, gK, gV = Q[b, h], K[b, h], V[b, h]

@@ -3,32 +3,32 @@
 Eighth rung of the ladder. To the fourth, warp_tile_multi_fp32, it adds columns per lane: several keys share an element
 of Q as its rows share one of K, and copies are asynchronous. Bound by the issue of FMAs and their registers' ports.
 
-Algorithm. For a block of query rows, over chunks of BLOCK_N keys:
+Algorithm. For a block of query rows, over tiles of BLOCK_N keys:
 
     1.  S = Q K^T                    in registers, D walked in slices of BLOCK_D
     2.  S = scale S, -inf where the key does not count
     3.  m_new = max(m, rowmax S)     alpha = exp(m - m_new)     P = exp(S - m_new), to shared memory
     4.  l = alpha l + rowsum P
     5.  O = alpha O + P V            Dv walked in slices, one register tile each
-    and after the last chunk O = O / l, lse = m + ln l.
+    and after the last tile O = O / l, lse = m + ln l.
 
 Work split. One block per (batch, head, BLOCK_M query rows); a warp owns ROWS of them whole, so row statistics need
 shuffles alone and P never leaves its warp. A lane holds ROWS x COLUMNS of S (columns lane + 32 j), then ROWS x
 DV_COLUMNS of O, and does ROWS + COLUMNS 16-byte shared loads for 4 ROWS COLUMNS FMAs: 24 for 512 with 16 x 8.
 
-Memory. P: 4 BLOCK_M (BLOCK_N + 4) bytes, kept for the whole chunk, so that S is computed once however large Dv is.
+Memory. P: 4 BLOCK_M (BLOCK_N + 4) bytes, kept for a whole tile of keys, so that S is computed once however large Dv is.
 Ring of STAGES slots, filled by cp.async: 4 (BLOCK_M + BLOCK_N) (BLOCK_D + 4) bytes each for Q and K, the same bytes
-later for V. O is accumulated in the output itself, read and written once per chunk and slice: BLOCK_N / 8 FMAs of P V
-per byte. Accumulators: ROWS COLUMNS, then ROWS DV_COLUMNS registers per lane.
+later for V. O is accumulated in the output itself, read and written once per tile of keys and slice: BLOCK_N / 8 FMAs
+of P V per byte. Accumulators: ROWS COLUMNS, then ROWS DV_COLUMNS registers per lane.
 
-Numerics. One fp32 FMA chain per score over D and per output over the keys, rescaled by alpha at each chunk; exp by
+Numerics. One fp32 FMA chain per score over D and per output over the keys, rescaled by alpha at each tile; exp by
 ex2.approx. Against float64, normwise, at D = 1024: 4e-7 on uniform inputs, 1.2e-6 on normal ones. A pair that does
 not count is left out of P V by its position.
 
 Limits. cp.async (compute capability 8.0), a grid below 2^31 blocks, the shared memory of the smallest tile.
 
-Source. FlashAttention-2 (Dao 2023), section 3.1, with the loops over Dv and keys exchanged inside a chunk; register
-blocking as in Volkov and Demmel 2008.
+Source. FlashAttention-2 (Dao 2023), section 3.1, with the loops over Dv and keys exchanged inside a tile;
+register blocking as in Volkov and Demmel 2008.
 """
 
 from __future__ import annotations
@@ -289,7 +289,7 @@ def build(config: Config):
 
 KERNEL = Kernel(
     name="flash_fp32",
-    summary="register tiles over chunks of keys, plain FP32 arithmetic",
+    summary="register tiles over tiles of BLOCK_N keys, plain FP32 arithmetic",
     accuracy="fp32",
     supports=supports,
     config=config,

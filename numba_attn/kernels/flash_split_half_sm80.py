@@ -12,20 +12,22 @@ Algorithm. Three launches:
              3.  l = alpha l + rowsum P
              4.  O = alpha O + P V      P split in the registers that S was summed in
              and after the last tile O = O / l, lse = m + ln l.
-    rescue   blocks for which halves would lose digits (`is_safe`), and rows with few keys, in fp32.
+    rescue   blocks for which halves would lose digits (`verdict`), and rows with few keys: fp32 without tensor cores,
+             scores to twice its digits.
 
 Work split. One block per (batch, head, WARPS Q_ROWS query rows); a warp owns Q_ROWS of them whole, so that row
 statistics need two shuffles and P never leaves its registers. Tiles of K and V take turns in a ring of SLOTS slots.
 
-Memory. Images take the bytes of Q, K and V again, columns padded to 64; with one half, half of that. Shared: 2 HALVES
-WARPS Q_ROWS PADDED bytes for Q, 2 HALVES K_ROWS PADDED for each slot. Registers per lane: Q_ROWS COLUMNS / 32 for O,
-Q_ROWS K_ROWS / 32 for S.
+Memory. Images take the bytes of Q, K and V again; with one half, half of that. Their rows have PADDED columns, those of
+the config's d_bucket in whole 64s. Shared: 2 HALVES WARPS Q_ROWS PADDED bytes for Q, 2 HALVES K_ROWS PADDED for each
+slot. Registers per lane: Q_ROWS COLUMNS / 32 for O, Q_ROWS K_ROWS / 32 for S.
 
 Numerics. A number is off by 2^-23, a product by 2^-22 of it at most; sums are truncated within 16 S_CHAIN columns (S)
 or 16 O_CHAIN keys (O), and rounded to nearest beyond; what S loses by that on average is made up for. With one half a
 number is off by 2^-12, a product by 2^-11: normwise 4e-4.
 
-Limits. Compute capability 8.0, head dims up to 256, images of one head within 512 MB.
+Limits. Compute capability 8.0; head dims up to 256 with 163 KB of shared memory a block, up to 64 with 99 KB (precision
+tf32: up to 256); images of K and V of one head and of one block of query rows within 512 MB.
 
 Source. Split and sums: Ootomo and Yokota 2022. FlashAttention-2 (Dao 2023).
 """
@@ -60,9 +62,10 @@ class Config:
     slots: int
     min_blocks: int = 1
     s_chain: int = 2
-    """Steps of 16 columns after which a sum of S moves on to fp32; of one product only the last."""
+    """After so many steps of 16 columns a sum of S is added up in fp32 and starts anew. With one product (tf32) this is
+    ignored: a sum runs over all columns."""
     o_chain: int = 2
-    """Steps of 16 keys, of O."""
+    """The same for O, in steps of 16 keys."""
     products: int = 3
     """Of halves: 1 for precision tf32. The fourth, lo lo of Q K^T, shows beside rounding errors of short sums only."""
     is_causal: bool = False
@@ -93,7 +96,7 @@ class Config:
 
 
 # 32 rows a warp halve the shared loads per product, where registers for O last; 8 warps of 255 registers fill an SM.
-# Of two for as many columns the second is for GPUs with less shared memory.
+# Where two entries have the same d_bucket, the second is for GPUs with less shared memory.
 TILES = (
     Config(32, warps=4, q_rows=32, k_rows=32, slots=4, min_blocks=2, products=4),
     Config(64, warps=4, q_rows=32, k_rows=32, slots=4, min_blocks=2),
@@ -164,6 +167,7 @@ def launches(problem: Problem, config: Config) -> tuple[Launch, ...]:
 def build_flash(config: Config):
     Q_ROWS, K_ROWS, SLOTS, COLUMNS = config.q_rows, config.k_rows, config.slots, config.d_bucket
     BLOCK_M, Q_BYTES, SLOT_BYTES = config.block_m, config.bytes_of(config.block_m), config.bytes_of(K_ROWS)
+    # Tiles of Q have K_ROWS rows too.
     Q_IMAGE_BYTES, Q_TILES, BLOCK_WORDS, SLOT_WORDS = SLOT_BYTES, BLOCK_M // K_ROWS, Q_BYTES // 4, SLOT_BYTES // 4
     # With an even number of slots K and V of a tile arrive together, with half the barriers.
     PAIRED = SLOTS % 2 == 0

@@ -13,18 +13,21 @@ Algorithm. Three launches:
              3.  l = alpha l + rowsum P
              4.  O = alpha O + P V      P split in the registers that S was summed in
              and after the last tile O = O / l, lse = m + ln l.
-    rescue   blocks for which halves would lose digits (`verdict`), and rows with few keys, in plain fp32.
+    rescue   blocks for which halves would lose digits (`verdict`), and rows with few keys: fp32 without tensor cores,
+             scores to twice its digits.
 
-Work split. One block for GROUPS 64 query rows of a head. A warpgroup owns 64 rows; one thread of the last one copies Q
+Work split. One block for 64 GROUPS query rows of a head. A warpgroup owns 64 rows; one thread of the last one copies Q
 and, tile by tile, K and V into a ring of SLOTS slots. Q has a barrier, each slot two: full (the bytes are there) and
 read (all warps are done with them).
 
-Memory. Images take the bytes of Q, K and V again, columns padded to 64. Shared: 256 GROUPS PADDED bytes for Q, 256 PART
-for each slot. Registers a thread: COLUMNS / 2 for O, O_COLUMNS / 2 for its sums; 32 for S, 32 S_CHAINS for its sums.
+Memory. Images take the bytes of Q, K and V again. Their rows have PADDED columns, those of the config's d_bucket in
+whole 64s. Shared: 256 GROUPS PADDED bytes for Q, 256 PART for each slot. Registers a thread: COLUMNS / 2 for O,
+O_COLUMNS / 2 for its sums; 32 for S, 32 S_CHAINS for its sums.
 
 Numerics. As flash_split_half_sm80; sums are truncated within 64 columns (S) or one tile of keys (O).
 
-Limits. Compute capability 9.0, head dims up to 256, images of one head within 512 MB.
+Limits. Compute capability 9.0; head dims up to 256; images of K and V of one head and of one block of query rows within
+512 MB.
 
 Source. Split and sums: Ootomo and Yokota 2022. FlashAttention-3 (Shah et al. 2024). PTX ISA: wgmma, mbarrier.
 """

@@ -4,7 +4,7 @@ Sixth rung of the ladder. To the others it adds S in memory: the fused kernels n
 and read three times or more, and O is written twice, but the products are as fast as the library's. Bound by those two
 products.
 
-Algorithm. For one batch of rows of S after the other, so many that S stays below a bound:
+Algorithm. In rounds of four launches, each with so many rows of S that these stay below a bound:
 
     1.  S = Q K^T                    a batched product of torch or CuPy
     2.  m = rowmax (scale S)         P = exp(scale S - m) in place, 0 where the key does not count
@@ -12,8 +12,9 @@ Algorithm. For one batch of rows of S after the other, so many that S stays belo
     3.  O = P V                      as 1
     4.  O = O / l                    under causality, what is NaN is first summed again over the keys that count
 
-Work split. A batch is a range of heads of one b (where B is larger, of b of one head), or of the rows of one head if
-its S alone passes the bound. In steps 2 and 4 a block has one row, a thread every THREADS-th key or column.
+Work split. A round has several heads of one batch index (where B is larger, one head of several), or, if the S of one
+head alone passes the bound, some rows of it. In steps 2 and 4 a block has one row, a thread every THREADS-th key or
+column.
 
 Memory. S and l: at most WORKSPACE_BYTES of workspace. The library may copy operands whose strides its product does not
 take. Shared: 8 WARPS bytes, a maximum and a sum per warp.
@@ -22,7 +23,7 @@ Numerics. The products sum in fp32 in the library's order, with TF32 off whateve
 strides and shape. Dividing O, not P, by l saves a rounding of each P, and small V their digits. Step 4 sums again
 because 0 times NaN and 0 times Inf are NaN: they would else reach the rows that do not attend them.
 
-Limits. torch or CuPy arrays; one row of S within the bound, and no more than MOST_BATCHES batches.
+Limits. torch or CuPy arrays; one row of S within the bound, and no more than MOST_ROUNDS rounds.
 
 Source. The definition; safe softmax as in Milakov and Gimelshein 2018, section 2.
 """
@@ -54,7 +55,7 @@ class Config:
 
 
 WARPS, WORKSPACE_BYTES = 4, 512 * 10**6
-MOST_BATCHES = 4096  # of four launches each: beyond, the host's time and memory are what counts
+MOST_ROUNDS = 4096  # of four launches each: beyond, the host's time and memory are what counts
 
 
 def supports(problem: Problem, device: Device) -> str | None:
@@ -62,11 +63,11 @@ def supports(problem: Problem, device: Device) -> str | None:
         return f"needs {row_bytes} bytes of workspace for one row, more than {WORKSPACE_BYTES}"
     if 0 in (problem.B, problem.H, problem.Lq):
         return None  # no row to share out
-    heads, rows = batch(problem, WORKSPACE_BYTES)
+    heads, rows = heads_and_rows(problem, WORKSPACE_BYTES)
     outer, inner = sorted((problem.B, problem.H))
-    batches = outer * cdiv(inner, heads) * cdiv(problem.Lq, rows)
-    if batches > MOST_BATCHES:
-        return f"needs {batches} batches of up to {WORKSPACE_BYTES} bytes of workspace, more than {MOST_BATCHES}"
+    rounds = outer * cdiv(inner, heads) * cdiv(problem.Lq, rows)
+    if rounds > MOST_ROUNDS:
+        return f"needs {rounds} rounds of up to {WORKSPACE_BYTES} bytes of workspace, more than {MOST_ROUNDS}"
     return None
 
 
@@ -87,8 +88,8 @@ def small_config(problem: Problem) -> Config:
     return Config(2, ITEM_BYTES * max(400, problem.Lk + 1), problem.is_causal)
 
 
-def batch(problem: Problem, workspace_bytes: int) -> tuple[int, int]:
-    """Heads and rows of a batch: whole heads if one is within the bound; all batches of about the same size."""
+def heads_and_rows(problem: Problem, workspace_bytes: int) -> tuple[int, int]:
+    """Those of a round: whole heads if one is within the bound; all rounds of about the same size."""
     rows = workspace_bytes // (ITEM_BYTES * (problem.Lk + 1))
     if rows < problem.Lq:
         return 1, cdiv(problem.Lq, cdiv(problem.Lq, rows))
@@ -97,12 +98,12 @@ def batch(problem: Problem, workspace_bytes: int) -> tuple[int, int]:
 
 
 def workspace(problem: Problem, config: Config) -> dict[str, Workspace]:
-    sizes = batch(problem, config.workspace_bytes)
+    sizes = heads_and_rows(problem, config.workspace_bytes)
     return {"S": Workspace((*sizes, problem.Lk)), "l": Workspace(sizes)}
 
 
 def launches(problem: Problem, config: Config) -> tuple[Launch | Matmul, ...]:
-    heads, rows = batch(problem, config.workspace_bytes)
+    heads, rows = heads_and_rows(problem, config.workspace_bytes)
     outer, inner = sorted((problem.B, problem.H))
     steps = []
     for i in range(outer):
@@ -110,11 +111,11 @@ def launches(problem: Problem, config: Config) -> tuple[Launch | Matmul, ...]:
             some = slice(j, min(j + heads, inner))
             bh = (i, some) if problem.B == outer else (some, i)
             for row0 in range(0, problem.Lq, rows):
-                steps += batch_steps(config, bh, some.stop - j, row0, min(row0 + rows, problem.Lq))
+                steps += steps_of_round(config, bh, some.stop - j, row0, min(row0 + rows, problem.Lq))
     return tuple(steps)
 
 
-def batch_steps(config: Config, bh: tuple, heads: int, row0: int, row_end: int) -> list[Launch | Matmul]:
+def steps_of_round(config: Config, bh: tuple, heads: int, row0: int, row_end: int) -> list[Launch | Matmul]:
     here = (*bh, slice(row0, row_end))
     Q, K, V, O, lse = Part("Q", here), Part("K", bh), Part("V", bh), Part("O", here), Part("lse", here)
     used = (slice(0, heads), slice(0, row_end - row0))
@@ -133,7 +134,7 @@ def build(config: Config):
 
     @cuda.jit
     def unfused_softmax(S, l, lse, row0, scale):
-        # who am I: block -> head and row of the batch
+        # who am I: block -> head and row of the round
         head, i = cuda.blockIdx.x // S.shape[1], cuda.blockIdx.x % S.shape[1]
         tid = cuda.threadIdx.x
         Lk = S.shape[2]
@@ -182,7 +183,7 @@ def build_finish(config: Config):
 
     @cuda.jit
     def unfused_finish(P, V, O, l, row0):
-        # who am I: block -> head and row of the batch
+        # who am I: block -> head and row of the round
         head, i = cuda.blockIdx.x // P.shape[1], cuda.blockIdx.x % P.shape[1]
         end = end_of_row(row0 + i, P.shape[2])
         beta = reciprocal(l[head, i], end > 0)

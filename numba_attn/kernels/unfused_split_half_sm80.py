@@ -10,6 +10,8 @@ Algorithm. Five launches, see `two_products`. In two of them, in base 2:
               then for each group g of 64 keys:   m_g = rowmax S     P = 2^(S - m_g)     l_g = rowsum P
     outputs   per block of rows and columns, group by group of keys:       O = O + w_g units P V
 
+    where `units` undoes the scales of the two tiles, and w_g = 2^(m_g - m) / l is what a group weighs in a row.
+
 Work split. One block per (head, BLOCK_M rows, BLOCK_N keys or columns), a warp 32 x 64 of it. Tiles of 64 x 64 of both
 operands come through a ring of SLOTS stages.
 
@@ -39,14 +41,7 @@ from numba_attn.device.mma_tile import lane_of_chunks, lane_of_rows
 from numba_attn.device.ptx import cp_async_commit, cp_async_wait
 from numba_attn.device.smem import shared_memory
 from numba_attn.device.softmax import ONE
-from numba_attn.device.split_half import (
-    PEAK,
-    ROW_BYTES,
-    UNSCALE,
-    WORD_BYTES,
-    scales,
-    unit_of,
-)
+from numba_attn.device.split_half import PEAK, ROW_BYTES, UNSCALE, WORD_BYTES, scales, unit_of
 from numba_attn.device.tile import WARP
 from numba_attn.kernel import Kernel, Launch, Workspace
 from numba_attn.problem import Device, Problem
@@ -151,6 +146,7 @@ def build_scores(config: Config):
     def scores(Q, K, Q_image, K_image, Q_record, K_record, P_image, M, L, unsafe, first_row):
         # who am I: block -> head, m_block, n_block; a warp owns M_ROWS rows and one group of keys
         Lq, D, Lk = Q.shape[2], Q.shape[3], K.shape[2]
+        # Of `unsafe`, which the next launch fills, the shape alone.
         n_blocks, m_blocks = max(1, quotient(Lk + (BLOCK_N - 1), BLOCK_N)), unsafe.shape[1]
         block = quotient(cuda.blockIdx.x, n_blocks)
         head = quotient(block, m_blocks)
@@ -161,17 +157,17 @@ def build_scores(config: Config):
         tid = cuda.threadIdx.x
         lane, warp = tid & 31, tid >> 5
         own_row, own_column = quotient(warp, WARPS_N) * M_ROWS, warp % WARPS_N
-        row0, group = m0 + own_row, n_block * N_TILES + own_column
+        row0, g = m0 + own_row, n_block * N_TILES + own_column
         slabs, groups = quotient(D + (TILE - 1), TILE), M.shape[1]
         rQ, rK, gQ, gK = Q_record[head], K_record[head], Q_image[head], K_image[head]
         q_tile, k_tile = m_block * M_TILES * slabs, n_block * N_TILES * slabs
-        q_own, k_own = quotient(row0, TILE) * slabs, group * slabs
+        q_own, k_own = quotient(row0, TILE) * slabs, g * slabs
         to_next = slabs * TILE_WORDS
 
         # load the first tiles of Q and K; reset S
         smem = shared_memory()
-        a = smem + own_row // TILE * TILE_BYTES + own_row % TILE * ROW_BYTES + lane_of_rows(lane)
-        b = smem + (M_TILES + own_column) * TILE_BYTES + lane_of_chunks(lane)
+        q_at = smem + own_row // TILE * TILE_BYTES + own_row % TILE * ROW_BYTES + lane_of_rows(lane)
+        k_at = smem + (M_TILES + own_column) * TILE_BYTES + lane_of_chunks(lane)
         for slab in range(SLOTS - 1):
             if slab < slabs:
                 q, k = (q_tile + slab) * TILE_WORDS, (k_tile + slab) * TILE_WORDS
@@ -196,17 +192,17 @@ def build_scores(config: Config):
                 copy(smem + free * SLOT_BYTES, gQ, q, to_next, gK, k, to_next, tid)
             cp_async_commit()
             fill(unit, unit_of(rQ[q_own + slab, UNSCALE], rK[k_own + slab, UNSCALE]))
-            multiply(S, a + slot * SLOT_BYTES, b + slot * SLOT_BYTES, unit)
+            multiply(S, q_at + slot * SLOT_BYTES, k_at + slot * SLOT_BYTES, unit)
             slot, free = following(slot), following(free)
 
         # P = 2^(S - m)
-        col0 = group * TILE
+        col0 = g * TILE
         if col0 + TILE > end_of_row(first_row + row0, Lk):
             mask(S, first_row + row0, col0, Lk, lane)
         softmax(S, m, l, alpha, ONE, PEAK)
-        word = (row0 // TILE * groups + group) * TILE_WORDS + own_row % TILE * (ROW_BYTES // WORD_BYTES)
+        word = (row0 // TILE * groups + g) * TILE_WORDS + own_row % TILE * (ROW_BYTES // WORD_BYTES)
         store_image(P_image[head], word, S, lane)
-        store_statistics(M[head, group], L[head, group], m, l, row0, lane)
+        store_statistics(M[head, g], L[head, g], m, l, row0, lane)
 
     return scores
 
@@ -241,8 +237,8 @@ def build_outputs(config: Config):
         lane, warp = tid & 31, tid >> 5
         own_row, own_column = quotient(warp, WARPS_N) * M_ROWS, warp % WARPS_N
         row0, d_tile = m0 + own_row, d_block * N_TILES + own_column
-        slabs, groups = quotient(Dv + (TILE - 1), TILE), W.shape[1]
-        n_end = quotient(end_of_row(first_row + min(m0 + BLOCK_M, Lq) - 1, Lk) + (TILE - 1), TILE)
+        slabs, groups = quotient(Dv + (TILE - 1), TILE), W.shape[1]  # W is M, where weights stand by now
+        g_end = quotient(end_of_row(first_row + min(m0 + BLOCK_M, Lq) - 1, Lk) + (TILE - 1), TILE)
         gP, gV, rV, gW = P_image[head], V_image[head], V_record[head], W[head]
         p_tile, v_tile = m_block * M_TILES * groups, d_block * N_TILES
         # Behind the last columns of V the same ones again, for nobody.
@@ -252,30 +248,30 @@ def build_outputs(config: Config):
 
         # load the first tiles of P and V; reset acc
         smem = shared_memory()
-        a = smem + own_row // TILE * TILE_BYTES + own_row % TILE * ROW_BYTES + lane_of_rows(lane)
-        b = smem + (M_TILES + own_column) * TILE_BYTES + lane_of_rows(lane)
-        for group in range(SLOTS - 1):
-            if group < n_end:
-                p, v = (p_tile + group) * TILE_WORDS, (group * slabs + v_tile) * TILE_WORDS
-                copy(smem + group * SLOT_BYTES, gP, p, groups * TILE_WORDS, gV, v, to_next, tid)
+        p_at = smem + own_row // TILE * TILE_BYTES + own_row % TILE * ROW_BYTES + lane_of_rows(lane)
+        v_at = smem + (M_TILES + own_column) * TILE_BYTES + lane_of_rows(lane)
+        for g in range(SLOTS - 1):
+            if g < g_end:
+                p, v = (p_tile + g) * TILE_WORDS, (g * slabs + v_tile) * TILE_WORDS
+                copy(smem + g * SLOT_BYTES, gP, p, groups * TILE_WORDS, gV, v, to_next, tid)
             cp_async_commit()
         slot, free = 0, SLOTS - 1
         acc = cuda.local.array(PATCH_SHAPE, float32)
         factor = cuda.local.array(ROW_SHAPE, float32)
-        start(acc, factor, factor)
+        start(acc, factor, factor)  # without m and l: factor stands in for both, and is loaded below
 
         # O = sum w P V
-        for group in range(n_end):
+        for g in range(g_end):
             wait_slot()
             # The tiles are visible to all, and all are done with the slot that is filled next.
             cuda.syncthreads()
-            ahead = group + SLOTS - 1
-            if ahead < n_end:
+            ahead = g + SLOTS - 1
+            if ahead < g_end:
                 p, v = (p_tile + ahead) * TILE_WORDS, (ahead * slabs + v_tile) * TILE_WORDS
                 copy(smem + free * SLOT_BYTES, gP, p, groups * TILE_WORDS, gV, v, to_next, tid)
             cp_async_commit()
-            load_factors(factor, gW[group], rV[group * slabs + v_own, UNSCALE] * v_scale, row0, lane)
-            multiply(acc, a + slot * SLOT_BYTES, b + slot * SLOT_BYTES, factor)
+            load_factors(factor, gW[g], rV[g * slabs + v_own, UNSCALE] * v_scale, row0, lane)
+            multiply(acc, p_at + slot * SLOT_BYTES, v_at + slot * SLOT_BYTES, factor)
             slot, free = following(slot), following(free)
 
         b = quotient(head, H)

@@ -9,12 +9,17 @@ Algorithm. Five launches, see `two_products`. In two of them:
               then for each group g of 64 keys:   m_g = rowmax S     P = 2^(S - m_g)     l_g = rowsum P
     outputs   per block of 128 rows and 256 columns, group by group of keys:      O = O + w_g units P V
 
-Work split. One block an SM, which takes every gridDim-th block of S or O that counts: while one is written, the first
-tiles of the next are on their way. A warpgroup has 64 rows and all columns, one thread of the last copies.
+    where `units` undoes the scales of the two tiles, and w_g = 2^(m_g - m) / l is what a group weighs in a row. For
+    precision tf32 the same with one half and one product each.
 
-Memory. Images take the bytes of Q, K and V again, columns padded to 64, that of P four bytes a score; batches of heads
-or of blocks of rows keep all below 512 MB. Shared: a ring of slots of 32 KB, each with 128 rows of the left operand or
-128 rows (columns) of the right one. Registers per lane: 128 for S or O, 64 for the sums of one tile.
+Work split. One block an SM, which takes every gridDim-th block of S or O that counts: while one is written, the first
+tiles of the next are on their way. A warpgroup has 64 rows and all 256 columns, as four panels
+of 64; one thread of the last warpgroup copies.
+
+Memory. Images take the bytes of Q, K and V again, columns padded to 64, that of P four bytes a score; with one half
+half of all that. Batches of heads or of blocks of rows keep it below 512 MB. Shared: a ring of slots of 32 KB, each
+with 128 rows of the left operand or 128 rows (columns) of the right one; with one half twice as many of half the size.
+Registers per lane: 128 for S or O, 64 for the sums of one tile.
 
 Numerics. As flash_split_half_sm90: each sum starts from zero at each tile, small products first, and is added in fp32.
 P is split in units of its group's largest, so that its digits last whatever the row's largest is.
@@ -142,8 +147,8 @@ def build_scores(config: Config):
         if BESIDE:
             let_next_launch_start()
         Lq, D, Lk = Q.shape[2], Q.shape[3], K.shape[2]
-        heads, m_blocks = unsafe.shape
-        tid, group = cuda.threadIdx.x, cuda.threadIdx.x // GROUP_THREADS
+        heads, m_blocks = unsafe.shape  # a shape alone: the next launch fills it
+        tid, warpgroup = cuda.threadIdx.x, cuda.threadIdx.x // GROUP_THREADS
         slabs, groups = quotient(D + (TILE - 1), TILE), M.shape[1]
         ring = shared_memory()
         start_ring(ring, tid)
@@ -180,15 +185,15 @@ def build_scores(config: Config):
                 head = quotient(block, of_head)
                 m_block, n0, end = find(block - head * of_head, m_blocks, Lq, Lk, first_row)
                 rQ, rK, is_wide = Q_record[head], K_record[head], n0 + AT_ONCE < end
-                q_tile, k_tile = (m_block * GROUPS + group) * slabs, quotient(n0, TILE) * slabs
+                q_tile, k_tile = (m_block * GROUPS + warpgroup) * slabs, quotient(n0, TILE) * slabs
                 start(S, m, l)
                 for slab in range(slabs):
                     load_units(unit, rK, k_tile + slab, slabs, rQ[q_tile + slab, UNSCALE])
                     a_turn, turn = turn, following(turn)
-                    multiply(S, group * TILE_BYTES, ring, a_turn, turn, unit, lane == 0)
+                    multiply(S, warpgroup * TILE_BYTES, ring, a_turn, turn, unit, lane == 0)
                     turn = following(turn)
                     if is_wide:
-                        multiply_more(S, group * TILE_BYTES, ring, a_turn, turn, unit, lane == 0)
+                        multiply_more(S, warpgroup * TILE_BYTES, ring, a_turn, turn, unit, lane == 0)
                         turn = following(turn)
                     give_back(ring, a_turn, lane == 0)
 
@@ -198,7 +203,7 @@ def build_scores(config: Config):
                     mask(S, first_row + row0, n0, Lk, lane)
                 softmax(S, m, l, alpha, ONE, PEAK)
                 n = PANELS if is_wide else 2
-                word = ((m_block * GROUPS + group) * groups + quotient(n0, TILE)) * TILE_WORDS
+                word = ((m_block * GROUPS + warpgroup) * groups + quotient(n0, TILE)) * TILE_WORDS
                 word += warp_row % TILE * (ROW_BYTES // WORD_BYTES)
                 store_image(P_image[head], word, S, n, lane)
                 store_statistics(M[head], L[head], m, l, quotient(n0, TILE), n, row0, lane)
@@ -225,8 +230,8 @@ def build_outputs(config: Config):
             let_next_launch_start()
         H, Lq, Lk, Dv = Q.shape[1], Q.shape[2], K.shape[2], O.shape[3]
         (heads, m_blocks), d_blocks = unsafe.shape, quotient(Dv + (BLOCK_N - 1), BLOCK_N)
-        tid, group = cuda.threadIdx.x, cuda.threadIdx.x // GROUP_THREADS
-        slabs, groups = quotient(Dv + (TILE - 1), TILE), W.shape[1]
+        tid, warpgroup = cuda.threadIdx.x, cuda.threadIdx.x // GROUP_THREADS
+        slabs, groups = quotient(Dv + (TILE - 1), TILE), W.shape[1]  # W is M, where weights stand by now
         ring = shared_memory()
         start_ring(ring, tid)
         turn = 0
@@ -240,16 +245,16 @@ def build_outputs(config: Config):
                     end = end_of_row(first_row + min((m_block + 1) * BLOCK_M, Lq) - 1, Lk)
                     gP, gV = P_image[head], V_image[head]
                     p_tile, d_tile = m_block * GROUPS * groups, d_block * PANELS
-                    for key in range(quotient(end + (TILE - 1), TILE) if unsafe[head, m_block] == 0 else 0):
+                    for g in range(quotient(end + (TILE - 1), TILE) if unsafe[head, m_block] == 0 else 0):
                         slot, barrier = claim(ring, turn)
-                        copy_left(slot, gP, (p_tile + key) * TILE_WORDS, groups * TILE_WORDS, barrier)
+                        copy_left(slot, gP, (p_tile + g) * TILE_WORDS, groups * TILE_WORDS, barrier)
                         turn = following(turn)
                         for half in range(2 if d_tile + 2 < slabs else 1):
                             slot, barrier = claim(ring, turn)
                             tile = d_tile + 2 * half
                             # Behind the last columns of V the same ones again, for nobody.
                             step = TILE_WORDS if tile + 1 < slabs else 0
-                            copy_right(slot, gV, (key * slabs + tile) * TILE_WORDS, step, barrier)
+                            copy_right(slot, gV, (g * slabs + tile) * TILE_WORDS, step, barrier)
                             turn = following(turn)
         else:
             many()
@@ -264,14 +269,14 @@ def build_outputs(config: Config):
                     row0, d_tile = m_block * BLOCK_M + tid // 32 * 16, d_block * PANELS
                     rV, gW = V_record[head], W[head]
                     v_scale, v_unscale = scales(bits(V_amax[head]))
-                    start(acc, factor, factor)
-                    for key in range(quotient(end + (TILE - 1), TILE)):
-                        load_factors(factor, gW[key], rV, key * slabs + d_tile, (key + 1) * slabs, v_scale, row0, lane)
+                    start(acc, factor, factor)  # without m and l: factor stands in for both, and is loaded below
+                    for g in range(quotient(end + (TILE - 1), TILE)):
+                        load_factors(factor, gW[g], rV, g * slabs + d_tile, (g + 1) * slabs, v_scale, row0, lane)
                         a_turn, turn = turn, following(turn)
-                        multiply(acc, group * TILE_BYTES, ring, a_turn, turn, factor, lane == 0)
+                        multiply(acc, warpgroup * TILE_BYTES, ring, a_turn, turn, factor, lane == 0)
                         turn = following(turn)
                         if d_tile + 2 < slabs:
-                            multiply_more(acc, group * TILE_BYTES, ring, a_turn, turn, factor, lane == 0)
+                            multiply_more(acc, warpgroup * TILE_BYTES, ring, a_turn, turn, factor, lane == 0)
                             turn = following(turn)
                         give_back(ring, a_turn, lane == 0)
                     b = quotient(head, H)

@@ -121,7 +121,7 @@ def build(config: Config):
     @verb
     def load_columns(x, gX, row, D, lane):
         """x[i] = gX[row, lane + 32 i], 0 past D; by whole warps."""
-        # A lane fetched anew is no invariant: kept over the key loop, all the offsets would fill the registers.
+        # A shuffle hides that this is `lane`: column offsets, hoisted out of the key loop, would fill the registers.
         first = cuda.shfl_sync(ALL_LANES, lane, lane) & 31
         for i0 in range(0, COLUMNS, BATCH):
             if WARP * (i0 + BATCH) <= D:
@@ -140,7 +140,7 @@ def build(config: Config):
         head = cuda.blockIdx.x // m_blocks
         b, h = head // H, head % H
         tid = cuda.threadIdx.x
-        # Shift and mask: known not to be negative, they are not tested for wrap-around at each access.
+        # Shift and mask: // and % would mind negative numbers, as Python's do, and // take 64 bits.
         lane = tid & 31
         row = cuda.blockIdx.x % m_blocks * WARPS + (tid >> 5)
         own_row = min(row, Lq - 1)  # a warp past the last row repeats it and stores nothing

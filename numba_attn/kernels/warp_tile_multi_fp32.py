@@ -14,7 +14,7 @@ Algorithm. For ROWS queries r of a warp, over tiles of 32 keys, lane t having ke
     and after the last tile O_r = acc_r / l_r, lse_r = m_r + ln l_r.
 
 Work split. One block per (batch, head, WARPS ROWS query rows); each warp has ROWS rows, all warps share the tiles of
-K and V. In step 5 lane t owns the VECTOR columns from VECTOR t on of every 32 VECTOR.
+K and V. In step 5 lane t owns VECTOR neighbouring columns of every 32 VECTOR, from VECTOR t on.
 
 Memory. Two slots of each slice, one filled while the other is read, so that a slice costs one barrier: 8 (WARPS ROWS +
 32) 36 bytes for Q and K, 8 V_KEYS DV_BUCKET for V; and 128 WARPS ROWS for P. All are read 16 bytes at a time, which
@@ -142,7 +142,7 @@ def build(config: Config):
         head = cuda.blockIdx.x // m_blocks
         m0 = cuda.blockIdx.x % m_blocks * BLOCK_M
         b, h = head // H, head % H
-        # Known not to be negative, what is made of tid is not tested for wrap-around at each access.
+        # So made, indices are known not to be negative: no test for Python's x[-1] at each access of a shared array.
         tid = uint32(cuda.threadIdx.x)
         warp, lane = tid // WARP, tid % WARP
         row_in_block = warp * ROWS
@@ -172,10 +172,10 @@ def build(config: Config):
         last_row, last_key, last_d, last_dv = uint32(Lq - 1), uint32(n_end - 1), uint32(D - 1), uint32(Dv - 1)
 
         for n0 in range(0, n_end, WARP):
-            # S: lane t sums the whole scores of key n0 + t; slice `step` of D is loaded while the last one is used
+            # S: lane t sums the whole scores of key n0 + t; slice `step` of D is loaded while the one before is summed
             for r in range(ROWS):
                 s[r] = ZERO
-            for step in range(d_blocks + 1):
+            for step in range(d_blocks + 1):  # the first only loads; what the last loads is for nobody
                 # Positions are clamped, not tested: loads without a branch are issued together.
                 d = uint32(step * BLOCK_D + lane)
                 for r in range(ROWS):
@@ -217,7 +217,7 @@ def build(config: Config):
             for r in range(ROWS):
                 l[r] += p[r]
 
-            # acc += P V, V_KEYS keys at a time, loaded while the last ones are used
+            # acc += P V, V_KEYS keys at a time, loaded while those before are used
             n_all = end_of_row(row0, Lk) - n0  # keys of the tile that all rows of the warp attend
             for step in range((min(WARP, n_end - n0) + V_KEYS - 1) // V_KEYS + 1):
                 for i in range(V_DOWN):

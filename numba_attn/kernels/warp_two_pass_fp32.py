@@ -133,7 +133,7 @@ def build(config: Config):
         head = cuda.blockIdx.x // m_blocks
         m0 = cuda.blockIdx.x % m_blocks * WARPS
         b, h = head // H, head % H
-        # Known not to be negative, what is made of tid is not tested for wrap-around at each access.
+        # So made, indices are known not to be negative: no test for Python's x[-1] at each access of a shared array.
         tid = uint32(cuda.threadIdx.x)
         warp, lane = tid // WARP, tid % WARP
         row = m0 + warp
