@@ -49,27 +49,36 @@ def _four_columns(e, odd, left: tuple, right: tuple) -> list:
 
 
 def store_image(panels: int, halves: int):
-    """The verb `store(image, word, P, n, lane)`: the first n panels of P as halves, each in its own tile.
+    """The verb `store(image, word, P, n, lane)`: P as halves, each panel in its own tile.
 
-    image: 1-D tensor of words; word: where the first panel's plane of hi has the warp's first row.
+    n: all panels are stored, or half of them. image: 1-D tensor of words; word: where the first panel's plane of hi has
+    the warp's first row.
     """
 
-    @unrolled
-    def put(e, image, word, place, odd, P, n):
-        for i in range(panels):
-            for h in range(2):
-                for j in range(0, TILE // N, 2):
-                    p = _four_columns(e, odd, *((P[i, k, 2 * h], P[i, k, 2 * h + 1]) for k in (j, j + 1)))
-                    pairs = [split(e, *p[:2], 1.0, halves=halves), split(e, *p[2:], 1.0, halves=halves)]
-                    at = word + (halves * PLANE_WORDS * i + 8 * h * (ROW_BYTES // WORD_BYTES)) + (place ^ (4 * j))
-                    for plane, words in enumerate(zip(*pairs, strict=True)):
-                        e.store(image, (at + plane * PLANE_WORDS,), words, n > i)
+    def of_panels(first: int, last: int):
+        @unrolled
+        def put(e, image, word, place, odd, P):
+            for i in range(first, last):
+                for h in range(2):
+                    for j in range(0, TILE // N, 2):
+                        p = _four_columns(e, odd, *((P[i, k, 2 * h], P[i, k, 2 * h + 1]) for k in (j, j + 1)))
+                        pairs = [split(e, *p[:2], 1.0, halves=halves), split(e, *p[2:], 1.0, halves=halves)]
+                        behind = halves * PLANE_WORDS * i + 8 * h * (ROW_BYTES // WORD_BYTES)
+                        for plane, words in enumerate(zip(*pairs, strict=True)):
+                            e.store(image, (word + (place ^ (4 * j)),), words, behind=behind + plane * PLANE_WORDS)
+
+        return put
+
+    put_first, put_rest = of_panels(0, panels // 2), of_panels(panels // 2, panels)
 
     @verb
     def store(image, word, P, n, lane):
         # Row lane // 4 has chunk j at j ^ lane // 4, and in it this lane's four columns.
         row, odd = lane >> 2, lane & 1
-        put(image, word + row * (ROW_BYTES // WORD_BYTES), ((row ^ odd) << 2) + (lane & 2), odd == 1, P, n)
+        start, place = word + row * (ROW_BYTES // WORD_BYTES), ((row ^ odd) << 2) + (lane & 2)
+        put_first(image, start, place, odd == 1, P)
+        if n == panels:
+            put_rest(image, start, place, odd == 1, P)
 
     return store
 
@@ -110,9 +119,14 @@ def store_outputs(panels: int, vector: int):
                 for j in range(0, TILE // N, 2):
                     left, right = ([C[i, k, 2 * h + r] * unit for r in range(2)] for k in (j, j + 1))
                     four = _four_columns(e, odd, left, right)
-                    for c in range(0, 4, vector):
-                        place = at, col + (TILE * i + N * j + c)
-                        e.store(gO, place, four[c : c + vector], (at < rows) & (place[1] < columns))
+                    first = TILE * i + N * j
+                    if vector == 4:
+                        # Columns follow each other: one address for all of a row.
+                        e.store(gO, (at, col), four, (at < rows) & (col + first < columns), behind=first)
+                        continue
+                    for c, x in enumerate(four):
+                        place = at, col + (first + c)
+                        e.store(gO, place, [x], (at < rows) & (place[1] < columns))
 
     @verb
     def store(gO, C, unit, row0, col0, lane):

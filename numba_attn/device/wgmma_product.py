@@ -12,6 +12,7 @@ from numba import cuda
 from numba_attn.device.fragments import N
 from numba_attn.device.math import quotient
 from numba_attn.device.mma_product import TILE
+from numba_attn.device.mma_tile import SMALL_FIRST
 from numba_attn.device.ptx_sm90 import (
     fence_mbarrier_init,
     mbarrier_arrive_expect,
@@ -22,7 +23,7 @@ from numba_attn.device.split_half import ROW_BYTES, UNSCALE, plane_bytes, unit_o
 from numba_attn.device.unrolled import unrolled
 from numba_attn.device.verb import verb
 from numba_attn.device.wgmma_fragments import STEP, Matrix
-from numba_attn.device.wgmma_tile import BARRIER_BYTES, SMALL_FIRST
+from numba_attn.device.wgmma_ring import BARRIER_BYTES
 
 GROUPS = 2
 """Warpgroups that multiply: as many rows as a slot has."""
@@ -164,7 +165,7 @@ def multiply(half: int, slots: int, transposed: bool, halves: int):
     """The verb `multiply(C, a, ring, a_turn, b_turn, factor, is_reporter)`: the columns 128 half .. + 127 of C.
 
     C += factor A B^T, or `transposed`, factor A B, over one tile of each. a: bytes from a slot to the warpgroup's tile;
-    a_turn, b_turn: see `wgmma_tile.ring`; factor[i, h] is that of a panel and row; is_reporter: in one lane of each
+    a_turn, b_turn: see `wgmma_ring.ring`; factor[i, h] is that of a panel and row; is_reporter: in one lane of each
     warp, which gives the slot of B back. The sum starts from zero, small products first, and is added in fp32.
     """
     steps = range(TILE // STEP)

@@ -8,158 +8,27 @@ and gives its slot back.
 Every product of fp32 numbers is three of halves. The tensor core truncates its sums, so each starts from zero, takes
 the small products first, ends after 64 columns (S) or one tile of keys (O) and is added up in fp32.
 
-Barriers in shared memory stand behind each other: full of Q, full of each slot, read of each slot.
+The ring and its barriers: `wgmma_ring`.
 """
 
 from __future__ import annotations
 
-from numba import cuda
-
 from numba_attn.device.math import quotient
 from numba_attn.device.mma_tile import SMALL_FIRST, left_fragment
 from numba_attn.device.ptx_sm90 import (
-    fence_mbarrier_init,
-    mbarrier_arrive_expect,
-    mbarrier_init,
-    mbarrier_wait,
     named_barrier_arrive,
     named_barrier_sync,
 )
 from numba_attn.device.split_half import (
     BLOCK_COLUMNS,
     ROW_BYTES,
-    WORD_BYTES,
-    image_bytes,
-    image_words,
     padded,
     plane_bytes,
 )
 from numba_attn.device.unrolled import unrolled
 from numba_attn.device.verb import verb
 from numba_attn.device.wgmma_fragments import GROUP_ROWS, GROUP_THREADS, STEP, Matrix
-
-BARRIER_BYTES = 8
-_OF_Q = BARRIER_BYTES
-
-
-def copy_part(rows: int, columns: int, part: int):
-    """The verb `copy(target, image, tile, part, barrier)`: `part` columns of both planes of a tile, by one thread.
-
-    image: a 1-D tensor of words; tile, part: numbers.
-    """
-    piece = plane_bytes(rows, part)
-    pieces = (0, plane_bytes(rows, columns)) if part < padded(columns) else (0,)
-    n_bytes = piece if len(pieces) > 1 else 2 * piece
-    tile_words, part_words = image_words(rows, columns), piece // 4
-
-    @unrolled
-    def issue(e, target, image, word, barrier):
-        source = e.address(image, word)
-        for i, start in enumerate(pieces):
-            e.copy_bulk(target + i * piece, source, start, n_bytes, barrier)
-
-    @verb
-    def copy(target, image, tile, part, barrier):
-        issue(target, image, tile * tile_words + part * part_words, barrier)
-
-    return copy
-
-
-def copy_tiles(n_bytes: int):
-    """The verb `copy(target, image, word, barrier)`: n_bytes of an image in one piece, by one thread."""
-
-    @unrolled
-    def copy(e, target, image, word, barrier):
-        e.copy_bulk(target, e.address(image, word), 0, n_bytes, barrier)
-
-    return copy
-
-
-def copy_q(rows: int, columns: int):
-    """The verb `copy(target, barrier, image, block)`: the tiles of a block of Q, by one thread."""
-    n_bytes = image_bytes(rows, columns)
-    issue = copy_tiles(n_bytes)
-
-    @verb
-    def copy(target, barrier, image, block):
-        mbarrier_arrive_expect(barrier, n_bytes)
-        issue(target, image, block * (n_bytes // WORD_BYTES), barrier)
-
-    return copy
-
-
-def start_barriers(slots: int, readers: int):
-    """The verb `start(barriers, tid)`: all barriers, for `readers` warps that read."""
-
-    @verb
-    def start(barriers, tid):
-        if tid == 0:
-            mbarrier_init(barriers, 1)
-            for slot in range(slots):
-                mbarrier_init(barriers + _OF_Q + slot * BARRIER_BYTES, 1)
-                mbarrier_init(barriers + _OF_Q + (slots + slot) * BARRIER_BYTES, readers)
-            # The copy engine must see them too, not threads alone.
-            fence_mbarrier_init()
-        # The barriers are there for all.
-        cuda.syncthreads()
-
-    return start
-
-
-def claim(slots: int, slot_bytes: int):
-    """The verb `claim(ring, barriers, turn)`: wait until all have read a slot, and announce its bytes; by one thread.
-
-    Returns the shared addresses of the slot and of the barrier that counts the bytes.
-    """
-
-    @verb
-    def claim(ring, barriers, turn):
-        full = barriers + _OF_Q + (turn >> 1) * BARRIER_BYTES
-        # Read by all: their arrivals release what they did, and the tensor cores' reads ended before their waits did.
-        mbarrier_wait(full + slots * BARRIER_BYTES, (turn & 1) ^ 1)
-        mbarrier_arrive_expect(full, slot_bytes)
-        return ring + (turn >> 1) * slot_bytes, full
-
-    return claim
-
-
-def feed(columns: int, part: int, slots: int):
-    """The verb `feed(ring, barriers, turn, gK, gV, first, last)`: K and V by one thread, as slots become free.
-
-    Tiles first .. last - 1 of those of K and V in turns: 2 t is tile t of K, 2 t + 1 of V. gK, gV: images; returns the
-    turn after the last part.
-    """
-    parts, slot_bytes = padded(columns) // part, 2 * plane_bytes(GROUP_ROWS, part)
-    following, claim_slot, copy = ring(slots), claim(slots, slot_bytes), copy_part(GROUP_ROWS, columns, part)
-
-    @verb
-    def feed(ring, barriers, turn, gK, gV, first, last):
-        for tile in range(first, last):
-            for p in range(parts):
-                slot, barrier = claim_slot(ring, barriers, turn)
-                copy(slot, gV if tile & 1 else gK, tile >> 1, p, barrier)
-                turn = following(turn)
-        return turn
-
-    return feed
-
-
-def await_copies(slots: int):
-    """The verb `await_copies(barriers)`: until Q is there, and what the first so many slots hold first."""
-
-    @verb
-    def await_copies(barriers):
-        for i in range(slots + 1):
-            mbarrier_wait(barriers + i * BARRIER_BYTES, 0)
-
-    return await_copies
-
-
-def _place(turn, ring, barriers, slot_bytes: int, slots: int) -> tuple:
-    """Address of the slot, its two barriers (full, read) and the parity of its phase."""
-    slot = turn >> 1
-    full = barriers + _OF_Q + slot * BARRIER_BYTES
-    return ring + slot * slot_bytes, full, full + slots * BARRIER_BYTES, turn & 1
+from numba_attn.device.wgmma_ring import slot_of
 
 
 def scores(columns: int, part: int, products: int, slots: int, at_once: int):
@@ -188,7 +57,7 @@ def scores(columns: int, part: int, products: int, slots: int, at_once: int):
     def qk(e, S, q, ring, barriers, turns, is_reporter):
         total = None
         for p, start in enumerate(range(0, columns, part)):
-            slot, full, read, parity = _place(turns[p], ring, barriers, 2 * k_plane, slots)
+            slot, full, read, parity = slot_of(turns[p], ring, barriers, 2 * k_plane, slots)
             # The copy's bytes are there for whoever waited, and for the tensor cores, which read as the copy wrote.
             e.mbarrier_wait(full, parity)
             blocks = list(enumerate(range(start, min(start + part, columns), BLOCK_COLUMNS)))
@@ -224,7 +93,7 @@ def outputs(columns: int, part: int, slots: int, at_once: int):
     def pv(e, O, left, alpha, ring, barriers, turns, is_reporter):
         lefts = [[[left[half, step, r] for r in range(4)] for step in steps] for half in range(2)]
         for p, start in enumerate(range(0, columns, part)):
-            slot, full, read, parity = _place(turns[p], ring, barriers, 2 * plane, slots)
+            slot, full, read, parity = slot_of(turns[p], ring, barriers, 2 * plane, slots)
             e.mbarrier_wait(full, parity)
             end = min(start + part, columns)
             for first in range(start, end, at_once):
@@ -244,42 +113,13 @@ def outputs(columns: int, part: int, slots: int, at_once: int):
     return pv
 
 
-def ring(slots: int):
-    """The verb `following(turn)`: the next turn of a ring: number of the slot and, in the lowest bit, the parity."""
-
-    @verb
-    def following(turn):
-        return turn + 2 if turn < 2 * (slots - 1) else (turn & 1) ^ 1
-
-    return following
-
-
-def turn_after(parts: int, slots: int) -> int:
-    """The turn after so many, not more than a ring has slots."""
-    return 2 * parts if parts < slots else 1
-
-
-def take(parts: int, slots: int):
-    """The verb `take(turns, turn)`: the turns of the parts of a tile; returns the one after them."""
-    following = ring(slots)
-
-    @verb
-    def take(turns, turn):
-        for part in range(parts):
-            turns[part] = turn
-            turn = following(turn)
-        return turn
-
-    return take
-
-
 def skip(columns: int, part: int, slots: int):
     """The verb `skip(ring, barriers, turns, is_reporter)`: give back the parts of a tile that nobody needs."""
 
     @unrolled
     def skip(e, ring, barriers, turns, is_reporter):
         for p in range(padded(columns) // part):
-            _, full, read, parity = _place(turns[p], ring, barriers, 2 * plane_bytes(GROUP_ROWS, part), slots)
+            _, full, read, parity = slot_of(turns[p], ring, barriers, 2 * plane_bytes(GROUP_ROWS, part), slots)
             # Not before it is full: an arrival ahead of the phase would count for the one before.
             e.mbarrier_wait(full, parity)
             e.mbarrier_arrive(read, is_reporter)

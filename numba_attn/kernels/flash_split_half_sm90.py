@@ -39,7 +39,7 @@ from itertools import product
 
 from numba import cuda, float32, int32
 
-from numba_attn.device import mma_epilogue, mma_tile, wgmma_tile
+from numba_attn.device import mma_epilogue, mma_tile, wgmma_ring, wgmma_tile
 from numba_attn.device.mask import Mask
 from numba_attn.device.math import bits, cdiv, quotient
 from numba_attn.device.ptx import opaque
@@ -49,7 +49,7 @@ from numba_attn.device.smem import shared_memory
 from numba_attn.device.softmax import ONE
 from numba_attn.device.split_half import PEAK, UNSCALE, image_bytes, padded, peak_of, scales, unit_of, verdict
 from numba_attn.device.wgmma_fragments import GROUP_ROWS, GROUP_THREADS, STEP
-from numba_attn.device.wgmma_tile import BARRIER_BYTES
+from numba_attn.device.wgmma_ring import BARRIER_BYTES
 from numba_attn.images import ImageBatches, unsuited
 from numba_attn.kernel import Kernel, Launch, Workspace
 from numba_attn.problem import Device, Problem
@@ -167,11 +167,11 @@ def build_flash(config: Config):
     LEFT_SHAPE = (2, K_ROWS // STEP, 4)
     end_of_row = Mask(config.is_causal).end
     few, many = (setmaxnreg(n, more=more) for n, more in zip(config.registers, (False, True), strict=True))
-    start_barriers = wgmma_tile.start_barriers(SLOTS, GROUP_WARPS * GROUPS)
+    start_barriers = wgmma_ring.start_barriers(SLOTS, GROUP_WARPS * GROUPS)
     place = wgmma_tile.place(config.is_causal, 2 * TILE_BYTES)
-    copy_q, feed = wgmma_tile.copy_q(BLOCK_M, COLUMNS), wgmma_tile.feed(COLUMNS, PART, SLOTS)
-    await_copies, V_TURN = wgmma_tile.await_copies(PARTS), wgmma_tile.turn_after(PARTS, SLOTS)
-    take, skip = wgmma_tile.take(PARTS, SLOTS), wgmma_tile.skip(COLUMNS, PART, SLOTS)
+    copy_q, feed = wgmma_ring.copy_q(BLOCK_M, COLUMNS), wgmma_ring.feed(COLUMNS, PART, SLOTS)
+    await_copies, V_TURN = wgmma_ring.await_copies(PARTS), wgmma_ring.turn_after(PARTS, SLOTS)
+    take, skip = wgmma_ring.take(PARTS, SLOTS), wgmma_tile.skip(COLUMNS, PART, SLOTS)
     take_turn, end_turn = wgmma_tile.turns(GROUPS)
     start = mma_tile.start(WARP_ROWS, COLUMNS)
     qk = wgmma_tile.scores(COLUMNS, PART, config.products, SLOTS, config.s_chains)

@@ -36,7 +36,7 @@ from itertools import product
 
 from numba import cuda, float32
 
-from numba_attn.device import mma_tile, wgmma_panels, wgmma_product, wgmma_tile
+from numba_attn.device import mma_tile, wgmma_panels, wgmma_product, wgmma_ring
 from numba_attn.device.mask import Mask
 from numba_attn.device.math import bits, quotient
 from numba_attn.device.mma_product import TILE
@@ -75,7 +75,7 @@ class Config:
     @property
     def smem_bytes(self) -> int:
         """The ring of slots, and the barriers of each: full, and read."""
-        return self.slots * (wgmma_product.slot_bytes(self.halves) + 2 * wgmma_tile.BARRIER_BYTES)
+        return self.slots * (wgmma_product.slot_bytes(self.halves) + 2 * wgmma_ring.BARRIER_BYTES)
 
 
 SMS = 132
@@ -123,7 +123,7 @@ def of_ring(config: Config) -> tuple:
     few, many = (setmaxnreg(n, more=more) for n, more in zip(REGISTERS, (False, True), strict=True))
     ring = wgmma_product.ring(config.slots, READERS, config.halves)
     copies = wgmma_product.copy_left(config.halves), wgmma_product.copy_right(config.halves)
-    return few, many, wgmma_tile.ring(config.slots), *ring, *copies
+    return few, many, wgmma_ring.ring(config.slots), *ring, *copies
 
 
 def build_scores(config: Config):
