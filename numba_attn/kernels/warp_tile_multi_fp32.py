@@ -188,7 +188,7 @@ def build(config: Config):
                         for c in range(BLOCK_D):
                             s[r] += sQ[used * BLOCK_M + row_in_block + r, c] * sK[used * WARP + lane, c]
                 for r in range(ROWS):
-                    sQ[filled * BLOCK_M + row_in_block + r, lane] = q[r]
+                    sQ[filled * BLOCK_M + row_in_block + r, lane] = q[r] if d <= last_d else ZERO
                 # Past D zeros in K do: where Q's last column is not finite, its row of O is NaN anyway.
                 for i in range(K_LOADS):
                     sK[filled * WARP + warp + WARPS * i, lane] = k[i] if d <= last_d else ZERO

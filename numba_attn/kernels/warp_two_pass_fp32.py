@@ -159,7 +159,8 @@ def build(config: Config):
                         # Positions are clamped, not tested: loads without a branch are issued together.
                         c = c0 + lane
                         d = uint32(d0 + c)
-                        sQ[warp, c] = gQ[min(uint32(row), last_row), min(d, last_d)]
+                        q = gQ[min(uint32(row), last_row), min(d, last_d)]
+                        sQ[warp, c] = q if d <= last_d else ZERO
                         # Past D zeros in K do: where Q's last column is not finite, its row of O is NaN anyway.
                         for i in range(0, WARP, WARPS):
                             k = gK[min(uint32(n0 + warp + i), last_key), min(d, last_d)]
