@@ -380,6 +380,17 @@ def test_rescue_of_sums_that_overflow(largest):
         np.testing.assert_allclose(o[..., 2], o64[..., 2], rtol=0, atol=2.0**-148)
 
 
+@pytest.mark.parametrize("factor", [1e20, np.inf], ids=["scores overflow", "query of -inf"])
+def test_rescue_of_rows_without_a_finite_score(factor):
+    """A mean of nothing is NaN, not the largest number."""
+    q, k, v = inputs("normal", 1, 1, 4, 9, 16, 8)
+    q[..., 1, :], k[...] = -factor, np.abs(k) + (1e20 if np.isfinite(factor) else 0)
+    o, lse, unsafe = simulated(q, k, v, False, None)
+    assert unsafe.all()
+    assert np.isnan(o[0, 0, 1]).all() and lse[0, 0, 1] == -np.inf
+    assert np.isfinite(o[0, 0, [0, 2, 3]]).all()
+
+
 def test_rescue_without_lse():
     q, k, v = inputs("NaN in a key", 1, 1, 5, 9, 8, 8)
     o = sim.attention(q, k, v, causal=True, kernel=KERNEL)

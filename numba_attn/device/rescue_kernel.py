@@ -130,6 +130,19 @@ def attend_row(gQ, gK, gV, gO, lse, row, n_end, scale, lane, q, x, s, rest):
         lse[row] = m + (m_rest + math.log(l))
 
 
+def in_turns(warps: int):
+    """The verb `turn(i, n)`: i of 0 .. n - 1, in another order: every second turn of all warps, if whole, is backwards.
+
+    So each warp has a long row with a short one. warps: a power of two.
+    """
+
+    @verb
+    def turn(i, n):
+        return i ^ (warps - 1) if (i & warps) != 0 and (i | (warps - 1)) < n else i
+
+    return turn
+
+
 def build_rescue(config: RescueConfig):
     """`rescue(Q, K, V, unsafe, O, lse, scale, block_m, first_row)`: blocks [head, m_block] where `unsafe` is not 0.
 
@@ -137,7 +150,8 @@ def build_rescue(config: RescueConfig):
     """
     WARPS = config.threads // WARP
     IS_CAUSAL, end_of_row = config.is_causal, Mask(config.is_causal).end
-    PATCH_SHAPE, SHARING = (KEYS, COLUMNS), cdiv(FEW_KEYS, WARPS)
+    PATCH_SHAPE, SHARING = (KEYS, COLUMNS), cdiv(FEW_KEYS, 2 * WARPS)
+    turn = in_turns(WARPS)
 
     @cuda.jit
     def rescue(Q, K, V, unsafe, O, lse, scale, block_m, first_row):
@@ -164,15 +178,15 @@ def build_rescue(config: RescueConfig):
                 if left_undone >> i & 1:
                     n_own = min(block_m, Lq - m_block * block_m)
                 if IS_CAUSAL and m_block < SHARING:
-                    # Rows with few keys, where their block leaves them: one for each warp of the first blocks.
+                    # Rows with few keys, where their block leaves them: two for each warp of the first blocks.
                     few_end = few_keys if unsafe[head, 0] == 0 else 0
-                rows = n_own
-                if few_end > m_block:
-                    rows += quotient(few_end - m_block + sharing - 1, sharing)
+                few = quotient(few_end - m_block + sharing - 1, sharing) if few_end > m_block else 0
                 b = quotient(head, H)
                 h = head - b * H
-                for i_row in range(warp, rows, WARPS):
-                    row = m_block * block_m + i_row if i_row < n_own else m_block + (i_row - n_own) * sharing
+                for i_row in range(warp, n_own + few, WARPS):
+                    row = m_block * block_m + i_row
+                    if i_row >= n_own:
+                        row = m_block + turn(i_row - n_own, few) * sharing
                     n_end = end_of_row(first_row + row, Lk)
                     attend_row(Q[b, h], K[b, h], V[b, h], O[b, h], lse[b, h], row, n_end, scale, lane, q, x, s, rest)
 
