@@ -456,6 +456,21 @@ def test_precompile_into_a_directory_that_cannot_be_written(call, tmp_path, monk
     assert out.endswith(f"problems\n  {line}")
 
 
+def test_precompile_counts_what_the_cache_did_not_take(call, tmp_path, monkeypatch):
+    """Broke once: only the first write that failed was told, the others counted as kept."""
+
+    def full(*_):
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setenv("NUMBA_ATTN_CACHE_DIR", str(tmp_path / "cache"))
+    monkeypatch.setattr(precompile, "configs", lambda kernel, found=precompile.configs: list(found(kernel))[:3])
+    monkeypatch.setattr(os, "replace", full)
+    status, out, err = call("precompile", "--arch", "sm_90a", "warp_streaming_fp32")
+    assert status == 1 and "Warning" not in err
+    assert out.count("FAIL warp_streaming_fp32 sm_90a") == out.count("No space left on device") == 3
+    assert out.endswith(f"0 configs are in {tmp_path / 'cache'}, 3 failed\n")
+
+
 def test_shared_memory_of_archs():
     assert targets.device_of("sm_90a") == H200.__class__(
         "GPU of sm_90a", (9, 0), H200.sm_count, H200.smem_per_block_bytes, H200.l2_bytes

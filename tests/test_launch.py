@@ -357,6 +357,34 @@ def test_a_directory_that_cannot_be_written(monkeypatch, tmp_path):
     assert f"cannot write the cache in {folder}: no permission to write in {tmp_path} " in cache.problem()
 
 
+@pytest.mark.skipif(os.name == "nt", reason="Windows finds a home directory elsewhere")
+def test_no_home_directory(tmp_path):
+    # Killed every call: an answer of RuntimeError to where the cache is.
+    code = """
+    import os, sys
+    for name in ("HOME", "XDG_CACHE_HOME", "NUMBA_ATTN_CACHE_DIR"):
+        os.environ.pop(name, None)
+    import pwd
+    def nobody(uid):
+        raise KeyError(uid)
+    pwd.getpwuid = nobody
+    from numba_attn.launch import cache
+    from numba_attn.cli import main
+    for given in ("", "~nosuchuser/c"):
+        os.environ["NUMBA_ATTN_CACHE_DIR"] = given
+        print(cache.problem())
+        assert cache.read("entry") is None
+        assert main(["precompile", "flash_fp32", "--arch", "sm_90a"]) == 1
+        assert main(["info"]) == 0
+        cache.write("entry", {}, b"")
+    """
+    out, err = run_python(code)
+    assert "cannot write the cache: there is no home directory ($NUMBA_ATTN_CACHE_DIR moves it)\n" in out
+    assert "cannot write the cache: there is no home directory for ~nosuchuser/c ($" in out
+    assert err.count("Warning:") == 1 and "Traceback" not in err
+    assert err.count("numba_attn: cannot write the cache: there is no home directory") == 2
+
+
 def test_compiled_once(folder, compilations):
     made = compiler.binary(tiny_launch(), X, ARCH)
     assert compiler.binary(tiny_launch(), X, ARCH) == made

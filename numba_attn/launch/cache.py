@@ -33,20 +33,28 @@ TOOLS = ("numba", "numba-cuda", "llvmlite", "cuda-core")
 
 
 def directory() -> Path:
-    """`$NUMBA_ATTN_CACHE_DIR`, else `numba_attn` in the user's cache directory; an absolute path."""
-    chosen = os.environ.get(ENVIRONMENT_VARIABLE)
-    if chosen:
-        return Path(chosen).expanduser().absolute()
-    if sys.platform == "win32":
-        base = os.environ.get("LOCALAPPDATA") or Path.home() / "AppData" / "Local"
-    else:
-        base = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
-    return Path(base).absolute() / "numba_attn"
+    """`$NUMBA_ATTN_CACHE_DIR`, else `numba_attn` in the user's cache directory; an absolute path.
+
+    Raises OSError if there is none, as where the user has no home directory.
+    """
+    try:
+        if chosen := os.environ.get(ENVIRONMENT_VARIABLE):
+            return Path(chosen).expanduser().absolute()
+        if sys.platform == "win32":
+            base = os.environ.get("LOCALAPPDATA") or Path.home() / "AppData" / "Local"
+        else:
+            base = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
+        return Path(base).absolute() / "numba_attn"
+    except RuntimeError:
+        raise FileNotFoundError("there is no home directory" + (f" for {chosen}" if chosen else "")) from None
 
 
 def problem() -> str | None:
     """One line that says why nothing can be kept in the directory, or None. Makes nothing."""
-    folder = directory()
+    try:
+        folder = directory()
+    except OSError as error:
+        return f"cannot write the cache: {error} (${ENVIRONMENT_VARIABLE} moves it)"
     nearest = next(path for path in (folder, *folder.parents) if os.path.exists(path))
     if not nearest.is_dir():
         why = f"{nearest} is no directory"
@@ -58,7 +66,7 @@ def problem() -> str | None:
 
 
 def usage() -> tuple[int, int]:
-    """Entries in the directory, and their bytes."""
+    """Entries in the directory, and their bytes. Raises OSError if there is none."""
     sizes = [entry.stat().st_size for entry in directory().glob("*.cubin")]
     return len(sizes), sum(sizes)
 
@@ -252,16 +260,15 @@ def read(entry: str | None) -> tuple[dict, bytes] | None:
         return None
 
 
-_warned = False
-
-
-def write(entry: str | None, report: dict, cubin: bytes) -> None:
-    """Store an entry; a directory that cannot be written costs one warning and nothing else."""
-    global _warned
+def store(entry: str | None, report: dict, cubin: bytes) -> None:
+    """Store an entry. Raises OSError if it cannot be stored."""
     if entry is None:
-        return
+        raise OSError("cannot write the cache: not all sources of the kernel are there")
     content = json.dumps(report).encode() + b"\n" + cubin
-    folder, part = directory(), None
+    try:
+        folder, part = directory(), None
+    except OSError as error:
+        raise OSError(f"cannot write the cache: {error}") from None
     try:
         folder.mkdir(parents=True, exist_ok=True, mode=0o700)
         with tempfile.NamedTemporaryFile(dir=folder, suffix=".part", delete=False) as file:
@@ -271,8 +278,20 @@ def write(entry: str | None, report: dict, cubin: bytes) -> None:
     except OSError as error:
         if part is not None:
             part.unlink(missing_ok=True)
+        raise OSError(f"cannot write the cache in {folder} ({error})") from error
+
+
+_warned = False
+
+
+def write(entry: str | None, report: dict, cubin: bytes) -> None:
+    """Store an entry, if it has a key; a directory that cannot be written costs one warning and nothing else."""
+    global _warned
+    if entry is None:
+        return
+    try:
+        store(entry, report, cubin)
+    except OSError as error:
         if not _warned:
             _warned = True
-            warnings.warn(
-                f"kernels are compiled anew in each process: cannot write the cache in {folder} ({error})", stacklevel=2
-            )
+            warnings.warn(f"kernels are compiled anew in each process: {error}", stacklevel=3)
