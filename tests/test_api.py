@@ -22,7 +22,7 @@ import numba_attn
 from numba_attn import call, prepared, reference
 from numba_attn.kernel import OPERANDS, Workspace
 from numba_attn.kernels import KERNELS
-from numba_attn.problem import H200
+from numba_attn.problem import H200, View
 
 torch = pytest.importorskip("torch")
 functional = torch.nn.functional
@@ -237,6 +237,15 @@ def test_lse_without_value_columns_is_that_of_the_scores(launches):
     q, k, v = tensors(v=(2, 3, 7, 0))
     o, lse = numba_attn.attention(q, k, v, return_lse=True)
     assert o.shape == (2, 3, 5, 0)
+    assert_near(lse, reference.attention(q, k, v)[1])
+
+
+@pytest.mark.parametrize("out", [torch.empty(2, 3, 5, 0), torch.empty(2, 3, 5, 64)[..., :0]], ids=["plain", "strided"])
+def test_without_value_columns_kernels_write_to_scratch(launches, out):
+    # They got the layout of `out` for the pointer of the scratch: rows of no columns, one upon the other.
+    q, k, v = tensors(v=(2, 3, 7, 0))
+    o, lse = numba_attn.attention(q, k, v, return_lse=True, out=out)
+    assert o is out and launches[0].layouts["O"] == View.contiguous((2, 3, 5, 1))
     assert_near(lse, reference.attention(q, k, v)[1])
 
 
