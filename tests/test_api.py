@@ -213,6 +213,8 @@ def test_numpy_batches_that_broadcast_in_part_are_expanded():
     expanded, k, v = call.numpy_arrays.with_batch_in_one(q, np.zeros((1, 1, 1, 4, 8), np.float32), z[2])
     assert expanded.shape == (2, 3, 1, 3, 8) and (expanded[:, 2] == q[:, 0]).all()
     assert k.shape == (1, 1, 1, 4, 8) and v is z[2], "these are one batch dimension as they are"
+    with pytest.raises(TypeError, match="^q is a masked array"):
+        numba_attn.explain(np.ma.masked_array(z[0]), z[1], z[2])
 
 
 def test_scale_out_of_range(launches):

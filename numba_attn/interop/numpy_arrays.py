@@ -43,7 +43,7 @@ def with_batch_in_one(*arrays: np.ndarray) -> tuple[np.ndarray, ...]:
         return own == batch or all(size == 1 for size in own)
 
     return tuple(
-        array if array.ndim < 4 or is_one(array) else np.broadcast_to(array, (*batch, *array.shape[-3:]))
+        array if array.ndim < 4 or is_one(array) else np.broadcast_to(array, (*batch, *array.shape[-3:]), subok=True)
         for array in arrays
     )
 
