@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from numba_attn import choice
-from numba_attn.call import attend, device_of, facts_of, flags
+from numba_attn.call import as_float, attend, device_of, facts_of, flags
 from numba_attn.kernels import KERNELS
 
 
@@ -40,10 +40,10 @@ def scaled_dot_product_attention(
         without keys (Lk = 0) is 0.
     """
     if attn_mask is not None:
-        if is_causal:
+        if flags(("query", "key", "value"), is_causal, enable_gqa)[0]:
             raise ValueError("attn_mask and is_causal=True must not be given together")
         raise NotImplementedError("attn_mask is not there yet: only is_causal removes keys")
-    if dropout_p != 0.0:
+    if not (type(dropout_p) is float and dropout_p == 0.0) and as_float("dropout_p", dropout_p) != 0.0:
         raise NotImplementedError("dropout_p is not there yet: only 0.0 is served")
     return attend(("query", "key", "value"), query, key, value, is_causal, scale, enable_gqa)[0]
 
@@ -120,7 +120,8 @@ def explain(
     """Which kernel serves `attention` with these arguments, and for each of the others why not.
 
     Args:
-        As in `attention`. Nothing is launched; `scale`, `return_lse`, `out` and `stream` change no choice.
+        As in `attention`. Nothing is launched; `scale`, `return_lse`, `out` and `stream` are checked and change no
+            choice.
 
     Returns:
         Its repr has a line for each kernel, and for precision "tf32" the class of what the chosen one gives. Without a
@@ -133,6 +134,6 @@ def explain(
         raise NotImplementedError("mask is not there yet: only causal removes keys")
     names = ("q", "k", "v")
     causal, enable_gqa, _ = flags(names, causal, enable_gqa, return_lse)
-    geometry, has_matmul = facts_of(names, q, k, v, causal, enable_gqa, stream, precision)
+    geometry, has_matmul = facts_of(names, q, k, v, causal, enable_gqa, stream, precision, scale, out)
     device, has_gpu = device_of(geometry)
     return choice.explain(kernel, KERNELS, geometry.problem, device, has_gpu, has_matmul)

@@ -19,6 +19,7 @@ from numba_attn.problem import (
     Device,
     Geometry,
     View,
+    check_out,
     check_precision,
     describe,
 )
@@ -31,11 +32,17 @@ def attend(
     check_precision(precision)
     if not (type(causal) is type(enable_gqa) is type(return_lse) is bool):
         causal, enable_gqa, return_lse = flags(names, causal, enable_gqa, return_lse)
+    if kernel is not None:
+        find(kernel, KERNELS)
+    if scale is not None and type(scale) is not float:
+        scale = as_float("scale", scale)
     library = interop.library_of_type(type(q)) if out is None and type(q) is type(k) is type(v) else None
     if library is None:
         library = interop.library_of((*names, "out"), (q, k, v) if out is None else (q, k, v, out))
     if library is numpy_arrays:
         return _attend_on_host(names, q, k, v, causal, scale, enable_gqa, return_lse, kernel, out, stream, precision)
+    if stream is not None:
+        library.check_stream(stream, q)
     if library is device_arrays:
         q, k, v = adopted = _adopt(library, names, (q, k, v), stream)
 
@@ -46,11 +53,7 @@ def attend(
         (o_pointer, _, _), out_layout = library.read(target, target, target, ("out",) * 3)
         alignment |= o_pointer
     key = (layout, out_layout, alignment & 15, causal, enable_gqa, return_lse, kernel, precision)
-    try:
-        call = calls.get(key)
-    except TypeError:
-        find(kernel, KERNELS)
-        raise
+    call = calls.get(key)
     if call is None:
         arrays = (q, k, v) if out is None else (q, k, v, target)
         call = calls.make(key, library, names, arrays, causal, enable_gqa, return_lse, kernel, precision)
@@ -60,8 +63,6 @@ def attend(
     geometry = call.geometry
     if scale is None:
         scale = geometry.scale
-    elif type(scale) is not float:
-        scale = _as_float(scale)
 
     if out is None:
         o = library.empty(q, geometry.o_shape, call.o_strides, "float32", stream)
@@ -105,12 +106,26 @@ def flags(names, causal, enable_gqa, return_lse=False) -> tuple[bool, bool, bool
     return bool(causal), bool(enable_gqa), bool(return_lse)
 
 
-def facts_of(names, q, k, v, causal, enable_gqa, stream=None, precision="fp32") -> tuple[Geometry, bool]:
+def facts_of(
+    names, q, k, v, causal, enable_gqa, stream=None, precision="fp32", scale=None, out=None
+) -> tuple[Geometry, bool]:
     """The checked facts of a call that is not made, and whether the arrays' library multiplies."""
-    library = interop.library_of(names, (q, k, v))
+    if scale is not None:
+        as_float("scale", scale)
+    library = interop.library_of((*names, "out"), (q, k, v) if out is None else (q, k, v, out))
+    if library is numpy_arrays:
+        q, k, v = numpy_arrays.with_batch_in_one(q, k, v)
+    if stream is not None:
+        library.check_stream(stream, q)
     arrays = _adopt(library, names, (q, k, v), stream) if library is device_arrays else (q, k, v)
-    operands = (library.operand(array, name) for array, name in zip(arrays, names, strict=True))
+    operands = [library.operand(array, name) for array, name in zip(arrays, names, strict=True)]
     geometry = describe(*operands, is_causal=causal, enable_gqa=enable_gqa, precision=precision)
+    if out is not None and library is numpy_arrays:
+        numpy_arrays.check_out(out, geometry, dict(zip(names, (q, k, v), strict=True)))
+    elif out is not None:
+        target = library.adopt(out, "out", stream)
+        check_out(library.operand(target, "out"), geometry, operands[0])
+        _check_overlap(library, names, arrays, target)
     return geometry, hasattr(library, "matmul")
 
 
@@ -121,15 +136,16 @@ def device_of(geometry: Geometry) -> tuple[Device, bool]:
     return launch.device_facts(index_of(geometry)), True
 
 
-def _as_float(scale) -> float:
+def as_float(name: str, value) -> float:
+    """A number that a caller has given, of whatever kind."""
     try:
-        if not isinstance(scale, str | bytes):
-            return float(scale)
+        if not isinstance(value, str | bytes):
+            return float(value)
     except OverflowError:
-        raise ValueError("scale is beyond the range of floating-point numbers") from None
+        raise ValueError(f"{name} is beyond the range of floating-point numbers") from None
     except (TypeError, ValueError, RuntimeError):
         pass
-    raise TypeError(f"scale is a {type(scale).__name__}: a number or None is needed")
+    raise TypeError(f"{name} is a {type(value).__name__}: a number{' or None' * (name == 'scale')} is needed")
 
 
 def _adopt(library, names, arrays, stream) -> tuple:
@@ -182,11 +198,10 @@ def _stand_in(library, arrays, pointers, geometry, stream) -> None:
 
 def _attend_on_host(names, q, k, v, causal, scale, enable_gqa, return_lse, kernel, out, stream, precision):
     """numpy arrays through the current device of Numba."""
-    geometry, _ = facts_of(names, q, k, v, causal, enable_gqa, precision=precision)
-    if out is not None:
-        numpy_arrays.check_out(out, geometry, dict(zip(names, (q, k, v), strict=True)))
+    facts_of(names, q, k, v, causal, enable_gqa, stream, precision, scale, out)
     if launch.device_count() == 0:
         raise RuntimeError(NO_GPU)
+    q, k, v = numpy_arrays.with_batch_in_one(q, k, v)
     stream = device_arrays.as_numba_stream(stream) or None
     arrays = [numpy_arrays.to_device(array, stream) for array in (q, k, v)]
     o, lse = attend(names, *arrays, causal, scale, enable_gqa, return_lse, kernel, None, stream, precision)

@@ -91,13 +91,15 @@ def prepare(library, names, arrays, causal, enable_gqa, return_lse, kernel, prec
         "Q": geometry.Q,
         "K": geometry.K,
         "V": geometry.V,
-        # One column at least: the scratch of `_stand_in`, where V has none.
+        # One column where V has none: the scratch of `_stand_in`.
         "O": View.contiguous((problem.B, problem.H, problem.Lq, problem.Dv)),
         # Of no rows if the caller wants none.
         "lse": View.contiguous((problem.B, problem.H, problem.Lq if return_lse else 0)),
     }
     if out:
-        layouts["O"] = check_out(*out, geometry, q)
+        view = check_out(*out, geometry, q)
+    if out and "V" not in geometry.stand_ins:
+        layouts["O"] = view
         problem = replace(problem, vector=min(problem.vector, vector_width(layouts["O"], out[0].pointer)))
     plan, workspace, offsets, n_bytes, uses_matmul = None, (), [], 0, False
     _check_versions()

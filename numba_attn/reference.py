@@ -48,10 +48,11 @@ def attention(q, k, v, *, mask=None, causal=False, scale=None, enable_gqa=False)
 def attention_fp32(q, k, v, *, mask=None, causal=False, scale=None, enable_gqa=False) -> tuple[np.ndarray, np.ndarray]:
     """The textbook evaluation in fp32: arguments, rules and errors as in `attention`, results in float32.
 
-    Numerics: inputs, scale and mask are rounded to fp32. Each score is one running fp32 sum over d = 0, 1, ... of
-    separately rounded products, then times scale, then plus mask. exp(s - max) is the correctly rounded fp32 value,
-    so that the budget does not depend on the CPU. The row sum and each output are one running fp32 sum over keys in
-    index order, the output divided by the row sum at the end. Nothing is flushed to zero.
+    Numerics: inputs, scale and mask are rounded to fp32; a mask that is -inf then removes the key. Each score is one
+    running fp32 sum over d = 0, 1, ... of separately rounded products, then times scale, then plus mask. exp(s - max)
+    is the correctly rounded fp32 value, so that the budget does not depend on the CPU. The row sum and each output are
+    one running fp32 sum over keys in index order, the output divided by the row sum at the end. Nothing is flushed to
+    zero.
     """
     return _evaluate(q, k, v, mask, causal, scale, enable_gqa, np.float32, _running_scores, _running_sums)
 
@@ -146,8 +147,10 @@ def _select(S: np.ndarray, mask: np.ndarray | None, causal: bool, first_row: int
     if mask is not None and mask.dtype == np.bool_:
         keep &= mask
     elif mask is not None:
+        # A number beyond the type's range is -inf in it, and removes the key likewise.
+        mask = mask.astype(S.dtype)
         keep &= mask != -np.inf
-        S = S + mask.astype(S.dtype)
+        S = S + mask
     return np.where(keep, S, S.dtype.type(-np.inf)), keep
 
 

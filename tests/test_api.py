@@ -22,7 +22,7 @@ import numba_attn
 from numba_attn import call, prepared, reference
 from numba_attn.kernel import OPERANDS, Workspace
 from numba_attn.kernels import KERNELS
-from numba_attn.problem import H200
+from numba_attn.problem import H200, View
 
 torch = pytest.importorskip("torch")
 functional = torch.nn.functional
@@ -143,6 +143,80 @@ def test_scale_that_is_no_number(launches, scale):
         numba_attn.attention(*tensors(), scale=scale)
 
 
+def test_numbers_and_flags_that_are_arrays(launches):
+    # Told once by numpy: "the truth value of an array", of no argument's name.
+    sdpa = numba_attn.scaled_dot_product_attention
+    with pytest.raises(TypeError, match="^dropout_p is a ndarray: a number is needed$"):
+        sdpa(*tensors(), dropout_p=np.zeros(2))
+    with pytest.raises(TypeError, match="^is_causal is a ndarray: True or False is needed$"):
+        sdpa(*tensors(), attn_mask=np.zeros(2), is_causal=np.zeros(2, bool))
+    sdpa(*tensors(), dropout_p=0)
+    sdpa(*tensors(), dropout_p=np.float32(0))
+
+
+WRONG_OPTIONS = {
+    "scale": ("x", TypeError, "^scale is a str: a number or None is needed$"),
+    "kernel": ("zz", ValueError, "^kernel 'zz' is not one of "),
+    "stream": ("x", TypeError, "^stream is a str: "),
+    "out": (np.zeros(2, np.float32), ValueError, r"^out has shape \(2,\) and the result has "),
+}
+
+
+@pytest.mark.parametrize("argument", WRONG_OPTIONS)
+def test_arguments_are_checked_before_anything_else_is_done(launches, monkeypatch, argument):
+    def done(*_):
+        raise AssertionError("too early")
+
+    value, error, said = WRONG_OPTIONS[argument]
+    arrays = tensors()
+    of_torch = torch.from_numpy(value) if argument == "out" else value
+    monkeypatch.setattr(call.launch, "prepare", done)
+    with pytest.raises(error, match=said):
+        numba_attn.attention(*arrays, **{argument: of_torch})
+    with pytest.raises(error, match=said):
+        numba_attn.explain(*arrays, **{argument: of_torch})
+    monkeypatch.setattr(call.launch, "device_count", done)
+    for function in (numba_attn.attention, numba_attn.explain):
+        if not (argument == "kernel" and function is numba_attn.explain):
+            with pytest.raises(error, match=said):
+                function(*(t.numpy() for t in arrays), **{argument: value})
+
+
+def test_out_that_explain_refuses(launches):
+    q, k, v = tensors(k=(2, 3, 5, 8), v=(2, 3, 5, 8))
+    with pytest.raises(ValueError, match="^out shares memory with q$"):
+        numba_attn.explain(q, k, v, out=q)
+    assert numba_attn.explain(q, k, v, out=torch.empty(2, 3, 5, 8), scale=0.5).chosen
+
+
+def test_dual_tensors_are_refused(launches):
+    # Served once, without their tangents.
+    forward_ad = torch.autograd.forward_ad
+    arrays = tensors()
+    numba_attn.attention(*arrays)
+    with forward_ad.dual_level():
+        numba_attn.attention(*arrays)
+        for index, name in enumerate("qkv"):
+            given = list(arrays)
+            given[index] = forward_ad.make_dual(given[index], torch.ones_like(given[index]))
+            with pytest.raises(NotImplementedError, match=f"^{name} is a dual tensor: "):
+                numba_attn.attention(*given)
+    assert {plan.problem.B for plan in launches} == {2}
+
+
+def test_numpy_batches_that_broadcast_in_part_are_expanded():
+    z = [np.zeros(shape, np.float32) for shape in ((2, 1, 1, 3, 8), (1, 3, 1, 4, 8), (2, 3, 1, 4, 8))]
+    assert numba_attn.explain(*z).problem.B == 6
+    with pytest.raises(ValueError, match="^q has batch size 2 and k has 4"):
+        numba_attn.explain(z[0], np.zeros((4, 3, 1, 4, 8), np.float32), z[2])
+    q = np.arange(2 * 3 * 8, dtype=np.float32).reshape(2, 1, 1, 3, 8)
+    expanded, k, v = call.numpy_arrays.with_batch_in_one(q, np.zeros((1, 1, 1, 4, 8), np.float32), z[2])
+    assert expanded.shape == (2, 3, 1, 3, 8) and (expanded[:, 2] == q[:, 0]).all()
+    assert k.shape == (1, 1, 1, 4, 8) and v is z[2], "these are one batch dimension as they are"
+    with pytest.raises(TypeError, match="^q is a masked array"):
+        numba_attn.explain(np.ma.masked_array(z[0]), z[1], z[2])
+
+
 def test_scale_out_of_range(launches):
     with pytest.raises(ValueError, match="^scale is beyond the range"):
         numba_attn.attention(*tensors(), scale=10**400)
@@ -237,6 +311,15 @@ def test_lse_without_value_columns_is_that_of_the_scores(launches):
     q, k, v = tensors(v=(2, 3, 7, 0))
     o, lse = numba_attn.attention(q, k, v, return_lse=True)
     assert o.shape == (2, 3, 5, 0)
+    assert_near(lse, reference.attention(q, k, v)[1])
+
+
+@pytest.mark.parametrize("out", [torch.empty(2, 3, 5, 0), torch.empty(2, 3, 5, 64)[..., :0]], ids=["plain", "strided"])
+def test_without_value_columns_kernels_write_to_scratch(launches, out):
+    # They got the layout of `out` for the pointer of the scratch: rows of no columns, one upon the other.
+    q, k, v = tensors(v=(2, 3, 7, 0))
+    o, lse = numba_attn.attention(q, k, v, return_lse=True, out=out)
+    assert o is out and launches[0].layouts["O"] == View.contiguous((2, 3, 5, 1))
     assert_near(lse, reference.attention(q, k, v)[1])
 
 

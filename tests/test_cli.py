@@ -72,11 +72,16 @@ def test_help(call, command):
         (["bench", "--problem", "tail"], "'tail' is not like b4_h16"),
         (["bench", "--shape", "1,2,3"], "--shape '1,2,3' is not B,H,Lq,Lk,D"),
         (["bench", "--shape", "1,2,3,4,five"], "is not B,H,Lq,Lk,D"),
-        (["bench", "--shape", "1,2,3,4,0"], "of numbers from 1 on"),
+        (["bench", "--shape", "1,2,3,4,0"], "of numbers from 1 to 2147483647"),
         (["bench", "--dtype", "fp8"], "invalid choice: 'fp8'"),
         (["bench", "--kernel", "torch"], "neither a kernel ("),
         (["bench", "--causal"], "--causal needs --problem or --shape"),
+        (["bench", "--shape", "1,2,3,4,99999999999999"], "of numbers from 1 to 2147483647"),
         (["bench", "--seconds", "0"], "--seconds is 0"),
+        (["bench", "--seconds", "nan"], "--seconds is nan"),
+        (["bench", "--seconds", "inf"], "--seconds is inf"),
+        (["check", ""], "'' is neither a kernel"),
+        (["inspect", "flash_fp32", "--head-dim", "99999999999999"], "from 1 to 2147483647"),
         (["mutate"], "required: KERNEL"),
         (["mutate", "flash_fp32", "--equivalent", "missing.toml"], "--equivalent: missing.toml is no file"),
         (["mutate", "flash_fp32", "--jobs", "0"], "--jobs: 0 is less than 1"),
@@ -87,6 +92,60 @@ def test_bad_arguments_get_one_line_and_status_2(call, argv, said):
     assert status == 2
     assert said in err
     assert err.count("\n") == 1
+
+
+def test_mutate_names_the_list_that_is_no_toml(call, tmp_path):
+    file = tmp_path / "bad.toml"
+    file.write_text("not toml [")
+    status, out, err = call("mutate", "flash_fp32", "--equivalent", str(file))
+    assert (status, out, err.count("\n")) == (2, "", 1)
+    assert err.startswith(f"numba_attn: --equivalent: {file} is no TOML: ")
+
+
+@pytest.mark.parametrize(("argument", "said"), [("", "SystemExit: "), ("'enough'", "SystemExit: enough")])
+def test_a_kernel_file_that_exits(call, tmp_path, argument, said):
+    """Broke once: nothing was printed, with status 0, or a traceback."""
+    file = tmp_path / "exits.py"
+    file.write_text(f"import sys\nsys.exit({argument})\n")
+    status, out, err = call("check", "--sim", str(file))
+    assert (status, out, err.count("\n")) == (1, "", 1)
+    assert f"exits.py:2 cannot be loaded: {said}" in err
+
+
+HEAD = """
+from dataclasses import replace
+from numba import cuda
+from numba_attn.kernels import block_per_head_fp32 as m
+def build(config):
+    @cuda.jit
+    def bad(Q, K, V, O, lse, scale):
+        O[0, 0, 0, 0] = undefined_name(scale)
+    return bad
+"""
+
+
+@pytest.mark.parametrize(
+    ("what", "inspected", "precompiled"),
+    [
+        ("supports=lambda problem, device: 1 / 0", "bad fails: ZeroDivisionError: ", "bad fails: ZeroDivisionError: "),
+        ("configs=lambda: 1 / 0, config=lambda p, d: 1 / 0", "bad does not compile: Zero", "bad fails: Zero"),
+        (
+            "launches=lambda p, c: tuple(replace(step, build=build) for step in m.launches(p, c))",
+            "bad does not compile: TypingError: ",
+            None,
+        ),
+    ],
+    ids=["supports", "configs", "build"],
+)
+def test_a_kernel_that_fails_is_told_in_one_line(call, tmp_path, monkeypatch, what, inspected, precompiled):
+    monkeypatch.setenv("NUMBA_ATTN_CACHE_DIR", str(tmp_path / "cache"))
+    file = tmp_path / f"bad_{len(what)}.py"
+    file.write_text(f"{HEAD}KERNEL = replace(m.KERNEL, name='bad', {what})\n")
+    for command, said in ((["inspect"], inspected), (["precompile", "--arch", "sm_90a"], precompiled)):
+        if said:
+            status, out, err = call(*command, str(file))
+            assert (status, out) == (1, "")
+            assert err.splitlines()[-1].startswith(f"numba_attn: {said}") and "Traceback" not in err
 
 
 @NO_GPU
@@ -454,6 +513,21 @@ def test_precompile_into_a_directory_that_cannot_be_written(call, tmp_path, monk
     status, out, err = call("info")
     assert (status, err) == (0, "")
     assert out.endswith(f"problems\n  {line}")
+
+
+def test_precompile_counts_what_the_cache_did_not_take(call, tmp_path, monkeypatch):
+    """Broke once: only the first write that failed was told, the others counted as kept."""
+
+    def full(*_):
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setenv("NUMBA_ATTN_CACHE_DIR", str(tmp_path / "cache"))
+    monkeypatch.setattr(precompile, "configs", lambda kernel, found=precompile.configs: list(found(kernel))[:3])
+    monkeypatch.setattr(os, "replace", full)
+    status, out, err = call("precompile", "--arch", "sm_90a", "warp_streaming_fp32")
+    assert status == 1 and "Warning" not in err
+    assert out.count("FAIL warp_streaming_fp32 sm_90a") == out.count("No space left on device") == 3
+    assert out.endswith(f"0 configs are in {tmp_path / 'cache'}, 3 failed\n")
 
 
 def test_shared_memory_of_archs():

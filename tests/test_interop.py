@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import subprocess
 import sys
+import types
 
 import numpy as np
 import pytest
@@ -277,3 +278,12 @@ except ImportError as error:
 """
     told = subprocess.check_output([sys.executable, "-c", code], text=True)
     assert "numpy 2.5.2" in told and told.count("\n") == 1
+
+
+@pytest.mark.parametrize("attribute", ["__cuda_array_interface__", "__dlpack__"])
+def test_an_array_that_exports_itself_by_its_own_attribute(attribute):
+    """Refused once as no array: only its type was asked."""
+    array = types.SimpleNamespace(**{attribute: {}})
+    assert interop.library_of(("q",), (array,)).__name__ == interop.EXPORTERS
+    with pytest.raises(TypeError, match="^q is a type: "):
+        interop.library_of(("q",), (types.SimpleNamespace,))

@@ -55,13 +55,15 @@ SOURCES = {
     "edited_kernel": """
         from numba import cuda, float32
         from numba_attn.launch import cache
+        import edited_attributes as attributes
         from edited_constants import FACTOR
         from edited_verbs import twice
 
         def build(config):
             @cuda.jit
             def kernel(O):
-                O[0] = twice(float32(config)) + FACTOR
+                O[0] = twice(float32(config)) + FACTOR + attributes.OFFSET + attributes.edited_verbs.half(2)
+                O[1] = attributes.Mode.FAST
             return kernel
         """,
     "edited_verbs": """
@@ -72,6 +74,10 @@ SOURCES = {
         from edited_table import TABLE
 
         WIDTH = TABLE[1]
+
+        @verb
+        def half(x):
+            return x * float32(0.5)
 
         @verb
         def twice(x):
@@ -90,8 +96,22 @@ SOURCES = {
         """,
     "edited_constants": "FACTOR = 3\n",
     "edited_table": "TABLE = (1, 2)\n",
+    "edited_attributes": """
+        from enum import IntEnum
+        import edited_verbs
+
+        class Mode(IntEnum):
+            FAST = 7
+
+        OFFSET = 100
+        """,
     # What registers the lowering of a type is imported and not named.
-    "edited_lowering": "REGISTERED = 1\n",
+    "edited_lowering": """
+        def lower(builder):
+            return builder.fmul(1)
+
+        REGISTERED = 1
+        """,
 }
 
 
@@ -132,7 +152,11 @@ EDITS = [
     ("edited_instruction", "fadd", "fsub"),
     ("edited_constants", "3", "4"),
     ("edited_table", "2", "5"),
-    ("edited_lowering", "1", "2"),
+    ("edited_attributes", "100", "200"),
+    ("edited_attributes", "7", "8"),
+    ("edited_verbs", "0.5", "0.25"),
+    ("edited_lowering", "fmul", "fadd"),
+    ("edited_lowering", "REGISTERED = 1", "REGISTERED = 2"),
 ]
 
 
@@ -141,7 +165,8 @@ def test_any_edit_changes_the_key(edited, module, old, new):
     assert edited(module, old, new) != edited()
 
 
-@pytest.mark.parametrize(("module", "old", "new"), EDITS[:5])
+# All but a value that nothing reached has a name for.
+@pytest.mark.parametrize(("module", "old", "new"), EDITS[:-1])
 def test_an_edit_after_the_import(edited, module, old, new):
     # The process compiles what it imported: its machine code must not go under the key of the text there is now.
     edited()
@@ -169,6 +194,48 @@ def test_unchanged_text_keeps_the_key(edited, tmp_path):
         os.utime(file, (1_700_000_000, 1_700_000_000))
     assert cache.key(sys.modules["edited_kernel"].build(1), {"arch": ARCH, "flags": {"fastmath": False}}) == key
     assert edited() == key
+
+
+def test_a_module_that_was_edited_after_the_import(tmp_path):
+    # Its old value went under the new text's key, and every later process got it.
+    (tmp_path / "helping.py").write_text("FACTOR = 1.0\n")
+    (tmp_path / "calling.py").write_text(
+        "import helping\nfrom numba import cuda\ndef build(config):\n"
+        "    @cuda.jit\n    def kernel(x):\n        x[0] = helping.FACTOR\n    return kernel\n"
+    )
+    code = f"""
+    import sys
+    from pathlib import Path
+    sys.path.insert(0, {str(tmp_path)!r})
+    import calling, helping
+    from numba_attn.kernel import Launch, Workspace
+    from numba_attn.launch import compiler
+    Path(helping.__file__).write_text("FACTOR = 3.0\\n")
+    launch = Launch(calling.build, 0, ("x",), grid=1, threads=32)
+    compiler.binary(launch, {{"x": Workspace((1,))}}, "sm_90a")
+    """
+    environment = {"NUMBA_ATTN_CACHE_DIR": str(tmp_path / "cache"), "PYTHONDONTWRITEBYTECODE": "1"}
+    found = []
+    for _ in range(3):
+        run_python(code, **environment)
+        found.append(len(list((tmp_path / "cache").iterdir())))
+    assert found == [1, 2, 2]
+
+
+def test_nothing_is_kept_where_the_source_cannot_be_seen(folder, compilations, tmp_path, monkeypatch):
+    monkeypatch.syspath_prepend(str(tmp_path))
+    head = "from numba import cuda\ndef build(config):\n"
+    text = head + "    @cuda.jit\n    def f(x):\n        x[0] = config\n    return f\n"
+    file, scope = tmp_path / "gone.py", {}
+    file.write_text(text)
+    gone = importlib.import_module("gone")
+    file.unlink()
+    exec(text, scope)
+    for build in (gone.build, scope["build"]):
+        compiler.binary(Launch(build, 1, ("x",), grid=1, threads=32), X, ARCH)
+        assert cache.key(build(1), {}) is None
+    del sys.modules["gone"]
+    assert len(compilations) == 2 and not folder.exists()
 
 
 class Colour(Enum):
@@ -288,6 +355,34 @@ def test_a_directory_that_cannot_be_written(monkeypatch, tmp_path):
     assert cache.problem() is None and not folder.exists()
     monkeypatch.setattr(os, "access", lambda path, mode: False)
     assert f"cannot write the cache in {folder}: no permission to write in {tmp_path} " in cache.problem()
+
+
+@pytest.mark.skipif(os.name == "nt", reason="Windows finds a home directory elsewhere")
+def test_no_home_directory(tmp_path):
+    # Killed every call: an answer of RuntimeError to where the cache is.
+    code = """
+    import os, sys
+    for name in ("HOME", "XDG_CACHE_HOME", "NUMBA_ATTN_CACHE_DIR"):
+        os.environ.pop(name, None)
+    import pwd
+    def nobody(uid):
+        raise KeyError(uid)
+    pwd.getpwuid = nobody
+    from numba_attn.launch import cache
+    from numba_attn.cli import main
+    for given in ("", "~nosuchuser/c"):
+        os.environ["NUMBA_ATTN_CACHE_DIR"] = given
+        print(cache.problem())
+        assert cache.read("entry") is None
+        assert main(["precompile", "flash_fp32", "--arch", "sm_90a"]) == 1
+        assert main(["info"]) == 0
+        cache.write("entry", {}, b"")
+    """
+    out, err = run_python(code)
+    assert "cannot write the cache: there is no home directory ($NUMBA_ATTN_CACHE_DIR moves it)\n" in out
+    assert "cannot write the cache: there is no home directory for ~nosuchuser/c ($" in out
+    assert err.count("Warning:") == 1 and "Traceback" not in err
+    assert err.count("numba_attn: cannot write the cache: there is no home directory") == 2
 
 
 def test_compiled_once(folder, compilations):

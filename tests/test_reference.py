@@ -248,3 +248,16 @@ def test_shapes_that_do_not_fit(evaluation, shapes, kwargs, message):
 def test_integer_masks_are_refused(evaluation):
     with pytest.raises(TypeError, match="bool or floating, not int64"):
         evaluation[0](np.ones((5, 4)), np.ones((7, 4)), np.ones((7, 3)), mask=np.ones(7, np.int64))
+
+
+@pytest.mark.parametrize("evaluate", [reference.attention_fp32, reference.attention_tf32])
+def test_a_mask_beyond_fp32_removes_the_key(evaluate):
+    """Rows were NaN: the key was kept, with a score of -inf."""
+    rng = np.random.default_rng(0)
+    q, k, v = (rng.standard_normal((1, 2, 3, 4)).astype(np.float32) for _ in range(3))
+    o, lse = evaluate(q, k, v, mask=np.full((3, 3), -1e300))
+    assert (o == 0).all() and (lse == -np.inf).all()
+    mask = np.zeros((3, 3))
+    mask[:, 1] = -1e300
+    for got, expected in zip(evaluate(q, k, v, mask=mask), evaluate(q, k, v, mask=mask == 0), strict=True):
+        np.testing.assert_array_equal(got, expected)

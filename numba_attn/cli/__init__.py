@@ -49,7 +49,7 @@ def _guarded(argv: list[str]) -> int:
         print(f"numba_attn: {error}", file=sys.stderr)
         return error.status
     except SystemExit as stop:  # argparse, after --help too
-        return int(stop.code or 0)
+        return stop.code if isinstance(stop.code, int) else int(stop.code is not None)
     except KeyboardInterrupt:
         return 130
 

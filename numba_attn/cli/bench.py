@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import os
 from dataclasses import replace
 from pathlib import Path
@@ -18,7 +19,7 @@ from numba_attn.cli.measured import fault_lines, measured_table
 from numba_attn.cli.screen import Progress, one_line
 from numba_attn.kernel import Kernel
 from numba_attn.kernels import KERNELS
-from numba_attn.problem import PRECISIONS
+from numba_attn.problem import MAX_LENGTH, PRECISIONS
 
 DESCRIPTION = f"""Check kernels and torch's backends ({", ".join(EVERY_BASELINE)}) against float64, and time those
 that are right, in turns on the same inputs. Without arguments the standard run: all kernels at the headline problem,
@@ -44,8 +45,8 @@ def add_arguments(parser) -> None:
 def run(args) -> int:
     chosen = chosen_problems(args)
     kernels = kernels_of(args.kernel)
-    if args.seconds <= 0:
-        raise CommandError(f"--seconds is {args.seconds:g}: it must be more than 0", status=2)
+    if not 0 < args.seconds < math.inf:
+        raise CommandError(f"--seconds is {args.seconds:g}: it must be a number more than 0", status=2)
     if args.json is not None and (reason := document.why_unavailable()):
         raise CommandError(f"--json: {reason}")
     if launch.device_count() == 0:
@@ -117,8 +118,8 @@ def shape(text: str, dtype: str):
         sizes = [int(size) for size in text.split(",")]
     except ValueError:
         sizes = []
-    if len(sizes) not in (5, 6) or min(sizes) < 1:
-        raise ValueError(f"--shape {text!r} is not B,H,Lq,Lk,D or B,H,Lq,Lk,D,Dv of numbers from 1 on")
+    if len(sizes) not in (5, 6) or not 1 <= min(sizes) <= max(sizes) <= MAX_LENGTH:
+        raise ValueError(f"--shape {text!r} is not B,H,Lq,Lk,D or B,H,Lq,Lk,D,Dv of numbers from 1 to {MAX_LENGTH}")
     return problems.make_problem(*sizes[:5], sizes[-1], dtype)
 
 

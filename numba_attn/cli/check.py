@@ -12,7 +12,7 @@ from numba_attn import api, launch, sim, testing
 from numba_attn.bench import torch_backends
 from numba_attn.cli.errors import CommandError, require_toolkit
 from numba_attn.cli.kernel_file import KERNEL_HELP, find
-from numba_attn.cli.precompile import PROBLEM
+from numba_attn.cli.precompile import refusal
 from numba_attn.cli.screen import Progress, one_line
 from numba_attn.interop import numpy_arrays
 from numba_attn.kernel import Kernel
@@ -39,7 +39,7 @@ def add_arguments(parser) -> None:
 
 
 def run(args) -> int:
-    kernels = [find(args.kernel)[0]] if args.kernel else KERNELS
+    kernels = KERNELS if args.kernel is None else [find(args.kernel)[0]]
     in_simulator = args.sim or launch.device_count() == 0
     if in_simulator:
         print("in the simulator" + ("" if args.sim else ": no GPU is found"))
@@ -78,7 +78,7 @@ def run(args) -> int:
 
 def why_left_out(kernel: Kernel, device: Device) -> str | None:
     """Why a kernel cannot be run here: the GPU is another one, or arrays are Numba's, which have no product."""
-    if reason := kernel.supports(PROBLEM, device):
+    if reason := refusal(kernel, device):
         return reason
     _, why_no_torch = torch_backends.cuda_torch() if kernel.uses_matmul else (None, None)
     return why_no_torch and f"it multiplies with torch or CuPy, and {why_no_torch}"

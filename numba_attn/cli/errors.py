@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
+
 from numba_attn import versions
+from numba_attn.cli.screen import one_line
 
 
 class CommandError(Exception):
@@ -19,3 +23,14 @@ def require_toolkit() -> None:
 
     if problem := versions.problem(launch.driver_version()):
         raise CommandError(problem)
+
+
+@contextmanager
+def told(what: str) -> Iterator[None]:
+    """Whatever a kernel under work raises here, in one line."""
+    try:
+        yield
+    except CommandError:
+        raise
+    except (Exception, SystemExit) as error:
+        raise CommandError(f"{what}: {type(error).__name__}: {one_line(error)}") from error

@@ -39,10 +39,18 @@ def _machine() -> tuple[tuple[int, int] | None, str | None]:
     print(f"\ndriver\n  {f'serves CUDA {driver[0]}.{driver[1]}' if driver else 'none'}")
     devices = {str(index): _facts(launch.device_facts(index)) for index in range(launch.device_count())}
     _section("devices", devices or {"none": "numba_attn.sim.attention runs the kernels on a CPU"})
-    entries, size = cache.usage()
-    source = f"; ${cache.ENVIRONMENT_VARIABLE} moves it"
-    print(f"\ncache\n  {cache.directory()} ({entries} entries, {megabytes(size)}{source})")
+    print(f"\ncache\n  {_cache()}; ${cache.ENVIRONMENT_VARIABLE} moves it)")
     return driver, cache.problem()
+
+
+def _cache() -> str:
+    from numba_attn.launch import cache
+
+    try:
+        entries, size = cache.usage()
+        return f"{cache.directory()} ({entries} entries, {megabytes(size)}"
+    except OSError as error:
+        return f"none ({error}"
 
 
 def _facts(device) -> str:

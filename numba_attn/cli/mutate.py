@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import tomllib
 from pathlib import Path
 
 from numba_attn.cli.errors import CommandError
@@ -28,6 +29,11 @@ def add_arguments(parser) -> None:
 def run(args) -> int:
     if args.equivalent is not None and not Path(args.equivalent).is_file():
         raise CommandError(f"--equivalent: {args.equivalent} is no file", status=2)
+    if args.equivalent is not None:
+        try:
+            tomllib.loads(Path(args.equivalent).read_text(encoding="utf-8"))
+        except ValueError as error:  # of tomllib, or no UTF-8
+            raise CommandError(f"--equivalent: {args.equivalent} is no TOML: {error}", status=2) from None
     jobs = (os.cpu_count() or 1) if args.jobs is None else args.jobs
     if jobs < 1:
         raise CommandError(f"--jobs: {jobs} is less than 1", status=2)

@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Iterator
 from dataclasses import fields
 
-from numba_attn.cli.errors import CommandError, require_toolkit
+from numba_attn.cli.errors import CommandError, require_toolkit, told
 from numba_attn.cli.kernel_file import KERNEL_HELP, find
 from numba_attn.cli.screen import Progress, one_line, table
 from numba_attn.cli.targets import devices_of, launches_of
@@ -41,13 +40,12 @@ def run(args) -> int:
     if problem := cache.problem():
         raise CommandError(problem)
     pairs = [(kernel, device) for device in devices for kernel in kernels]
-    refusals = {pair: reason for pair in pairs if (reason := pair[0].supports(PROBLEM, pair[1]))}
+    refusals = {pair: reason for pair in pairs if (reason := refusal(*pair))}
     pieces = [
         (*piece, device) for kernel, device in pairs if (kernel, device) not in refusals for piece in configs(kernel)
     ]
     rows, too_large, failures = [], [], []
-    with Progress() as progress, warnings.catch_warnings():
-        warnings.filterwarnings("error", message=".*cannot write the cache")
+    with Progress() as progress:
         for done, (kernel, config, launch, workspace, device) in enumerate(pieces):
             what = f"{kernel.name} {device.arch} {describe(config)}"
             progress.show(done, len(pieces), what)
@@ -55,7 +53,7 @@ def run(args) -> int:
                 too_large.append((launch.smem_bytes, device))
                 continue
             try:
-                binary = compiler.binary(launch, workspace, device.arch)
+                binary = compiler.binary(launch, workspace, device.arch, keep=cache.store)
             except Exception as error:  # compiler and linker raise many kinds, and the other configs may compile
                 failures.append(f"{what}: {type(error).__name__}: {one_line(error)}")
                 continue
@@ -72,11 +70,20 @@ def run(args) -> int:
     return 1 if failures else 0
 
 
-def configs(kernel: Kernel) -> Iterator[tuple]:
+def refusal(kernel: Kernel, device: Device) -> str | None:
+    """Why the kernel serves nothing on the device, or None."""
+    with told(f"{kernel.name} fails"):
+        return kernel.supports(PROBLEM, device)
+
+
+def configs(kernel: Kernel) -> list[tuple]:
     """(kernel, config, launch, workspace) for each launch of each config."""
-    for config in kernel.configs():
-        for launch, workspace in launches_of(kernel, config, PROBLEM):
-            yield kernel, config, launch, workspace
+    with told(f"{kernel.name} fails"):
+        return [
+            (kernel, config, launch, workspace)
+            for config in kernel.configs()
+            for launch, workspace in launches_of(kernel, config, PROBLEM)
+        ]
 
 
 def row(kernel: Kernel, device: Device, launch, binary) -> tuple[str, ...]:

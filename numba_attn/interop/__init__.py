@@ -47,6 +47,9 @@ class Library(Protocol):
     def stream_handle(self, device: int, stream: Any) -> int:
         """The driver's handle of the stream on the device."""
 
+    def check_stream(self, stream: Any, like: Any) -> None:
+        """Raise for what is no stream, or one of another device than the array's."""
+
     def release(self, adopted: tuple, stream: Any) -> None:
         """Called once the launch is queued: the adopted arrays may go."""
 
@@ -69,7 +72,7 @@ def library_of(names: tuple[str, ...], arrays: tuple) -> Any:
         TypeError: an argument is no array, or the arrays come from different libraries.
     """
     kinds = [type(array) for array in arrays]
-    libraries = [library_of_type(kind) for kind in kinds]
+    libraries = [library_of_type(kind) or _exporters(array) for kind, array in zip(kinds, arrays, strict=True)]
     for name, kind, library in zip(names, kinds, libraries, strict=False):
         if library is None:
             raise TypeError(f"{name} is a {kind.__name__}: torch, CuPy, Numba, numpy or other GPU arrays are served")
@@ -98,6 +101,12 @@ def library_of_type(kind: type) -> Any:
     if hasattr(kind, "__dlpack__"):
         return import_module(EXPORTERS)
     return None
+
+
+def _exporters(array: Any) -> Any:
+    """Their module for an array that exports itself by an attribute of its own, and not of its type."""
+    is_array = hasattr(array, "__cuda_array_interface__") or hasattr(array, "__dlpack__")
+    return import_module(EXPORTERS) if is_array and not isinstance(array, type) else None
 
 
 def _root(kind: type) -> str:

@@ -44,6 +44,10 @@ def stream_handle(device: int, stream) -> int:
     return cupy.cuda.get_current_stream(device).ptr if stream is None else _as_stream(stream, device).ptr
 
 
+def check_stream(stream, like: cupy.ndarray) -> None:
+    _as_stream(stream, like.device.id)
+
+
 def release(adopted: tuple, stream) -> None:
     pass
 

@@ -157,6 +157,10 @@ def stream_handle(device: int, stream) -> int:
     return DEFAULT_STREAM if stream is None else _handle(stream)
 
 
+def check_stream(stream, like) -> None:
+    _handle(stream)
+
+
 def release(adopted: tuple, stream) -> None:
     first = adopted[0]
     if stream is None and not hasattr(first.array, "__cuda_ndarray__") and first.device is not None:

@@ -8,6 +8,7 @@ import numpy as np
 from numba import cuda
 
 from numba_attn import problem
+from numba_attn.interop import device_arrays
 from numba_attn.problem import Geometry, Operand, contiguous_strides
 
 
@@ -28,6 +29,27 @@ def check_out(out: np.ndarray, geometry: Geometry, inputs: dict[str, np.ndarray]
     for name, array in inputs.items():
         if np.shares_memory(out, array):
             raise ValueError(f"out shares memory with {name}")
+
+
+def with_batch_in_one(*arrays: np.ndarray) -> tuple[np.ndarray, ...]:
+    """The arrays, those expanded whose batch dimensions broadcast in part: they are copied anyway."""
+    try:
+        batch = np.broadcast_shapes(*(array.shape[:-3] for array in arrays))
+    except ValueError:  # told with the caller's names later
+        return arrays
+
+    def is_one(array: np.ndarray) -> bool:
+        own = (1,) * (len(batch) - array.ndim + 3) + array.shape[:-3]
+        return own == batch or all(size == 1 for size in own)
+
+    return tuple(
+        array if array.ndim < 4 or is_one(array) else np.broadcast_to(array, (*batch, *array.shape[-3:]), subok=True)
+        for array in arrays
+    )
+
+
+def check_stream(stream, like: np.ndarray) -> None:
+    device_arrays.check_stream(stream, like)
 
 
 def to_device(array: np.ndarray, stream):

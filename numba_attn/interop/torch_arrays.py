@@ -5,8 +5,10 @@ from __future__ import annotations
 from collections.abc import Hashable
 from contextlib import nullcontext
 from functools import partial
+from types import SimpleNamespace
 
 import torch
+from torch.autograd import forward_ad
 
 from numba_attn.interop.flags import turned_off
 from numba_attn.problem import Operand
@@ -36,10 +38,21 @@ def read(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, names) -> tuple[tupl
             k.get_device(),
             v.get_device(),
             (q.requires_grad or k.requires_grad or v.requires_grad) and torch.is_grad_enabled(),
+            forward_ad._current_level >= 0 and (_is_dual(q) or _is_dual(k) or _is_dual(v)),
         )
     except (RuntimeError, NotImplementedError) as error:
         name = next((n for n, x in zip(names, (q, k, v), strict=True) if not _is_plain(x)), names[0])
         raise TypeError(f"{name} is not a plain strided tensor: {str(error).splitlines()[0]}") from None
+
+
+# Private, but a public way to ask would take longer than the rest of `read`.
+if not hasattr(forward_ad, "_current_level"):
+    forward_ad = SimpleNamespace(_current_level=-1)
+
+
+def _is_dual(array: torch.Tensor) -> bool:
+    """Whether the tensor carries a tangent of forward-mode differentiation."""
+    return forward_ad.unpack_dual(array).tangent is not None
 
 
 def _is_plain(array: torch.Tensor) -> bool:
@@ -57,6 +70,8 @@ def operand(array: torch.Tensor, name: str) -> Operand:
     (pointer, _, _), _ = read(array, array, array, (name,) * 3)
     if array.requires_grad and torch.is_grad_enabled():
         raise NotImplementedError(f"{name} requires grad: gradients are not there yet (torch.no_grad() turns them off)")
+    if forward_ad._current_level >= 0 and _is_dual(array):
+        raise NotImplementedError(f"{name} is a dual tensor: forward-mode gradients are not there yet")
     if array.is_neg():
         raise ValueError(f"{name} carries torch's pending negation: pass {name}.resolve_neg()")
     dtype = str(array.dtype).removeprefix("torch.")
@@ -94,6 +109,12 @@ _current_stream = getattr(torch._C, "_cuda_getCurrentRawStream", _public_current
 
 def stream_handle(device: int, stream) -> int:
     return _current_stream(device) if stream is None else _as_stream(stream, device).cuda_stream
+
+
+def check_stream(stream, like: torch.Tensor) -> None:
+    # A tensor on a CPU is refused by its name, later.
+    if like.device.type == DEVICE_TYPE or not isinstance(stream, torch.cuda.Stream | int):
+        _as_stream(stream, like.device)
 
 
 def release(adopted: tuple, stream) -> None:

@@ -98,8 +98,8 @@ def compute_capability(arch: str) -> tuple:
     return (int(major), int(minor), suffix) if suffix else (int(major), int(minor))
 
 
-def binary(launch: Launch, workspace: Mapping[str, Workspace], arch: str) -> Binary:
-    """The launch's machine code for `arch`, from the disk cache or compiled now."""
+def binary(launch: Launch, workspace: Mapping[str, Workspace], arch: str, keep=cache.write) -> Binary:
+    """The launch's machine code for `arch`, from the disk cache, or compiled now and given to `keep`."""
     function, signature, options = _inputs(launch, workspace)
     key = cache.key(function, {"signature": str(signature), "options": options, "arch": arch})
     report, cubin = cache.read(key) or ({}, b"")
@@ -107,7 +107,7 @@ def binary(launch: Launch, workspace: Mapping[str, Workspace], arch: str) -> Bin
         return Binary(cubin=cubin, **report)
     with _compilation():
         made = _link(_ltoir(function, signature, options, arch), arch)
-    cache.write(key, made.report, made.cubin)
+    keep(key, made.report, made.cubin)
     return made
 
 

@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 import contextvars
-from dataclasses import replace
+from collections.abc import Iterator
 from functools import partial
 from math import prod
 
 import numpy as np
+from numpy.lib.stride_tricks import as_strided
 
 from numba_attn.kernel import Kernel, Matmul, Part
-from numba_attn.problem import H200, Problem, View, check_precision, vector_width
+from numba_attn.problem import H200, Geometry, Operand, Problem, check_precision, describe
 from numba_attn.sim.errors import SimulationError
 from numba_attn.sim.lockstep import Hub
 from numba_attn.sim.rebind import Binder, python_function
@@ -58,11 +59,11 @@ def attention(
 
     Args:
         q: fp32 [B, H, Lq, D], any strides.
-        k: fp32 [B, Hkv, Lk, D], any strides.
-        v: fp32 [B, Hkv, Lk, Dv], any strides.
+        k: fp32 [B, H, Lk, D], any strides.
+        v: fp32 [B, H, Lk, Dv], any strides.
         causal: key j counts for row i only if i >= j.
         scale: multiplies Q K^T. None: 1 / sqrt(D).
-        enable_gqa: Hkv may differ from H.
+        enable_gqa: fewer heads in `k` and `v` than in `q`: not there yet.
         return_lse: also return the log-sum-exp of the scores.
         kernel: a `Kernel`, registered or not, or a registered one's name. None: the first that supports the problem.
         config: the kernel's config. None: its `small_config`.
@@ -71,19 +72,34 @@ def attention(
     Returns:
         O: fp32 [B, H, Lq, Dv]; with `return_lse`, (O, lse) with lse fp32 [B, H, Lq].
 
+    As on a GPU no kernel runs where no result depends on an input, and none is given an array without columns.
+
     Raises:
         SimulationError: the kernel is at fault.
         ValueError: shapes that do not fit together, an unknown kernel or precision, or a problem that the kernel does
             not support.
-        TypeError: an argument that is not an fp32 numpy array, or a scale that is no number.
+        TypeError: an argument that is not an fp32 numpy array, a scale that is no number, or a flag that is no bool.
+        NotImplementedError: grouped heads.
     """
-    q, k, v = (_aligned(name, array) for name, array in (("q", q), ("k", k), ("v", v)))
-    problem = replace(_problem(q, k, v, causal, enable_gqa), precision=check_precision(precision))
-    kernel = _choose(kernel, problem)
+    check_precision(precision)
+    for name, flag in {"causal": causal, "enable_gqa": enable_gqa, "return_lse": return_lse}.items():
+        if not isinstance(flag, bool | np.bool_):
+            raise TypeError(f"{name} is a {type(flag).__name__}: True or False is needed")
+    scale = None if scale is None else _as_float(scale)
+    given = {name: _aligned(name, array) for name, array in (("q", q), ("k", k), ("v", v))}
+    operands = (_operand(name, array) for name, array in given.items())
+    geometry = describe(*operands, is_causal=bool(causal), enable_gqa=bool(enable_gqa), precision=precision)
+    problem = geometry.problem
+    candidates = _candidates(kernel)
+    if geometry.nothing_to_launch(return_lse):
+        o, lse = np.zeros(geometry.o_shape, np.float32), np.full(geometry.lse_shape, -np.inf, np.float32)
+        return (o, lse) if return_lse else o
+    kernel = _choose(candidates, problem)
     config = kernel.small_config(problem) if config is None else config
-    scale = max(problem.D, 1) ** -0.5 if scale is None else _as_float(scale)
+    scale = geometry.scale if scale is None else scale
     B, H, Lq, Dv = problem.B, problem.H, problem.Lq, problem.Dv
-    arrays = {"Q": q, "K": k, "V": v, "O": _poisoned((B, H, Lq, Dv)), "lse": _poisoned((B, H, Lq if return_lse else 0))}
+    arrays = dict(zip("QKV", _views(geometry, given.values()), strict=True))
+    arrays |= {"O": _poisoned((B, H, Lq, Dv)), "lse": _poisoned((B, H, Lq if return_lse else 0))}
     for name, space in kernel.workspace(problem, config).items():
         arrays[name] = _poisoned(space.shape, space.dtype)
     written = {name: np.zeros(array.shape, bool) for name, array in arrays.items() if name not in ("Q", "K", "V")}
@@ -108,7 +124,8 @@ def attention(
             first = ", ".join(map(str, missing[0]))
             what = f"{len(missing)} of {written[name].size} elements of {name} left unwritten"
             raise SimulationError(f"{what}, the first {name}[{first}]; kernel `{kernel.name}`, {problem}")
-    return (arrays["O"], arrays["lse"]) if return_lse else arrays["O"]
+    o = arrays["O"][..., : geometry.o_shape[-1]]
+    return (o, arrays["lse"]) if return_lse else o
 
 
 def _of(arrays: dict[str, np.ndarray], operand: str | Part) -> np.ndarray | None:
@@ -206,45 +223,43 @@ def _as_float(scale) -> float:
         if not isinstance(scale, str | bytes):
             return float(scale)
     except OverflowError:
-        raise ValueError("scale: beyond the range of floating-point numbers") from None
-    except (TypeError, ValueError):
+        raise ValueError("scale is beyond the range of floating-point numbers") from None
+    except (TypeError, ValueError, RuntimeError):
         pass
-    raise TypeError(f"scale: a number or None is needed, not a {type(scale).__name__}")
+    raise TypeError(f"scale is a {type(scale).__name__}: a number or None is needed")
 
 
-def _problem(q, k, v, causal: bool, enable_gqa: bool) -> Problem:
-    B, H, Lq, D = q.shape
-    Hkv, Lk, Dv = k.shape[1], k.shape[2], v.shape[3]
-    for name, fact, value, other, wanted in (
-        ("k", "batch size", k.shape[0], "q", B),
-        ("v", "batch size", v.shape[0], "q", B),
-        ("k", "head dim", k.shape[3], "q", D),
-        ("v", "length", v.shape[2], "k", Lk),
-        ("v", "number of heads", v.shape[1], "k", Hkv),
-    ):
-        if value != wanted:
-            raise ValueError(f"{name}: the {fact} is {value} and that of {other} is {wanted}")
-    if H != Hkv and not enable_gqa:
-        raise ValueError(f"k: the number of heads is {Hkv} and that of q is {H}; enable_gqa=True allows it")
-    if H != Hkv and (Hkv == 0 or H % Hkv):
-        raise ValueError(f"k: the number of heads is {Hkv}, which does not divide the {H} of q")
-    views = (View(array.shape, tuple(stride // array.itemsize for stride in array.strides)) for array in (q, k, v))
-    widths = [vector_width(view, array.ctypes.data) for view, array in zip(views, (q, k, v), strict=True)]
-    return Problem(B, H, Hkv, Lq, Lk, D, Dv, is_causal=causal, vector=min(widths))
+def _operand(name: str, array: np.ndarray) -> Operand:
+    strides = tuple(stride // array.itemsize for stride in array.strides)
+    return Operand(name, array.shape, strides, str(array.dtype), pointer=array.ctypes.data)
 
 
-def _choose(kernel, problem: Problem) -> Kernel:
+def _views(geometry: Geometry, arrays) -> Iterator[np.ndarray]:
+    """What kernels are given for Q, K and V: one zero, repeated, for an array without columns."""
+    for name, array in zip("QKV", arrays, strict=True):
+        shape, strides = getattr(geometry, name)
+        memory = np.zeros(1, np.float32) if name in geometry.stand_ins else array
+        yield as_strided(memory, shape, tuple(memory.itemsize * stride for stride in strides))
+
+
+def _candidates(kernel) -> list[Kernel]:
+    """The kernel asked for; all registered ones without it."""
     if not isinstance(kernel, Kernel | str | None):
         raise TypeError(f"kernel: a name or a Kernel is needed, not a {type(kernel).__name__}")
-    if not isinstance(kernel, Kernel):
-        # Late, so that a broken kernel file does not break the simulator of another.
-        from numba_attn.kernels import KERNELS
+    if isinstance(kernel, Kernel):
+        return [kernel]
+    # Late, so that a broken kernel file does not break the simulator of another.
+    from numba_attn.kernels import KERNELS
 
-        known = [k for k in KERNELS if kernel in (None, k.name)]
-        if not known:
-            names = ", ".join(k.name for k in KERNELS)
-            raise ValueError(f"kernel: no registered kernel is called {kernel!r}: there are {names}")
-        kernel = next((k for k in known if k.supports(problem, H200) is None), known[0])
+    known = [k for k in KERNELS if kernel in (None, k.name)]
+    if not known:
+        names = ", ".join(k.name for k in KERNELS)
+        raise ValueError(f"kernel: no registered kernel is called {kernel!r}: there are {names}")
+    return known
+
+
+def _choose(candidates: list[Kernel], problem: Problem) -> Kernel:
+    kernel = next((k for k in candidates if k.supports(problem, H200) is None), candidates[0])
     reason = kernel.supports(problem, H200)
     if reason is not None:
         raise ValueError(f"kernel: {kernel.name} does not support this problem: {reason}")

@@ -175,6 +175,44 @@ def test_without_head_dim_the_scores_are_zero():
     np.testing.assert_allclose(sim.attention(q, k, v, kernel=TOY), expected, rtol=1e-5, atol=1e-6)
 
 
+@pytest.mark.parametrize("empty", ["B", "H", "Lq", "Lk"])
+def test_no_kernel_runs_without_a_row_or_a_key(empty):
+    """Kernels got what no launch gives them: grids of no block, divisions by a length of 0."""
+    q, k, v = _inputs(**{empty: 0})
+    o, lse = sim.attention(q, k, v, kernel=dataclasses.replace(TOY, launches=None), return_lse=True)
+    expected, expected_lse = reference.attention(q, k, v)
+    assert o.dtype == lse.dtype == np.float32
+    np.testing.assert_array_equal(o, expected)
+    np.testing.assert_array_equal(lse, expected_lse)
+
+
+@pytest.mark.parametrize("kernel", [TOY, *KERNELS], ids=lambda kernel: kernel.name)
+@pytest.mark.parametrize("empty", ["D", "Dv"])
+def test_kernels_get_a_column_where_there_is_none(kernel, empty):
+    q, k, v = _inputs(Lq=2, Lk=3, **{empty: 0})
+    o, lse = sim.attention(q, k, v, kernel=kernel, return_lse=True)
+    expected, expected_lse = reference.attention(q, k, v)
+    np.testing.assert_allclose(o, expected, rtol=1e-5, atol=1e-6)
+    np.testing.assert_allclose(lse, expected_lse, rtol=1e-5, atol=1e-6)
+    if empty == "Dv":
+        assert sim.attention(q, k, v, kernel=dataclasses.replace(kernel, launches=None)).shape == expected.shape
+
+
+def test_flags_are_bools():
+    arrays = _inputs()
+    for name in ("causal", "enable_gqa", "return_lse"):
+        for value in (1, None, "no", np.zeros(1, bool)):
+            with pytest.raises(TypeError, match=f"^{name} is a {type(value).__name__}: True or False is needed"):
+                sim.attention(*arrays, **{name: value})
+        sim.attention(*arrays, kernel=TOY, **{name: np.bool_(True)})
+
+
+def test_grouped_heads_are_not_there_yet():
+    q, k, v = _inputs(H=4, Hkv=2)
+    with pytest.raises(NotImplementedError, match=r"^k has 2 heads for the 4 of q: grouped heads are not there yet$"):
+        sim.attention(q, k, v, enable_gqa=True)
+
+
 def test_refusals():
     q, k, v = _inputs()
     with pytest.raises(TypeError, match="^q: "):
@@ -182,21 +220,20 @@ def test_refusals():
     with pytest.raises(ValueError, match="^v: four dimensions"):
         sim.attention(q, k, v[0])
     for arrays, said in (
-        ((q, k[..., 1:], v), "k: the head dim is 3 and that of q is 4"),
-        ((q, k, v[:, :, 1:]), "v: the length is 4 and that of k is 5"),
-        ((q, k, v[:, 1:]), "v: the number of heads is 1 and that of k is 2"),
-        ((q, k[:, 1:], v[:, 1:]), "k: the number of heads is 1 and that of q is 2; enable_gqa=True"),
-        ((q, k[:0], v[:0]), "k: the batch size is 0 and that of q is 1"),
-        ((q, k, np.concatenate([v, v])), "v: the batch size is 2 and that of q is 1"),
+        ((q, k[..., 1:], v), "k has head dim 3 and q has 4: "),
+        ((q, k, v[:, :, 1:]), "v has length 4 and k has 5: "),
+        ((q, k, v[:, 1:]), "v has 1 heads and k has 2: "),
+        ((q, k[:, 1:], v[:, 1:]), "k has 1 heads and q has 2: .*enable_gqa=True"),
+        ((np.concatenate([q, q]), k, np.concatenate([v, v, v])), "v has batch size 3 and q has 2: "),
     ):
         with pytest.raises(ValueError, match=f"^{said}"):
             sim.attention(*arrays)
-    with pytest.raises(ValueError, match="^k: the number of heads is 0, which does not divide the 2 of q"):
+    with pytest.raises(ValueError, match="^k has 0 heads, which does not divide the 2 heads of q"):
         sim.attention(q, k[:, :0], v[:, :0], enable_gqa=True)
     for scale in ("0.5", [], object(), 1j):
-        with pytest.raises(TypeError, match="^scale: a number or None is needed"):
+        with pytest.raises(TypeError, match="^scale is a .*: a number or None is needed"):
             sim.attention(q, k, v, scale=scale)
-    with pytest.raises(ValueError, match="^scale: beyond the range"):
+    with pytest.raises(ValueError, match="^scale is beyond the range"):
         sim.attention(q, k, v, scale=10**400)
     with pytest.raises(TypeError, match="^k: "):
         sim.attention(q, np.ma.masked_array(k), v)
