@@ -294,7 +294,7 @@ def _view(operand: Operand, batch: tuple[int, ...]) -> View:
         elif stride != extent and 0 not in batch:
             raise ValueError(
                 f"{operand.name} has batch strides {operand.strides[:-3]} for the batch shape {batch}: "
-                "several batch dimensions must be viewable as one, so copy it first"
+                f"several batch dimensions must be viewable as one, so expand it to {batch} and copy it"
             )
         extent = size * stride
     return View((math.prod(batch), *shape[-3:]), (B_stride, *strides[-3:]))

@@ -85,6 +85,9 @@ class Evaluator:
             *lead, last = index
             self.thread.store(tensor, (*lead, last + behind), values)
 
+    def store_if(self, condition, tensor, index, values, behind: int = 0) -> None:
+        self.store(tensor, index, values, condition, behind)
+
     def wgmma(self, columns: int, chains: list, *, wait: bool = True) -> list:
         group = self.thread.meet_warpgroup((columns, chains))
         if group.result is None:

@@ -54,7 +54,8 @@ def finish(q_rows: int, columns: int, vector: int = 1):
                         pair.append(e.fma(rest, inverse, quotient) * unit)
                     if vector == 2:
                         # Columns follow each other: one address for all.
-                        e.store(gO, (at, col), pair, (at < rows) & (col + N * j < columns_left), behind=N * j)
+                        is_inside = (at < rows) & (col + N * j < columns_left)
+                        e.store_if(is_inside, gO, (at, col), pair, behind=N * j)
                         continue
                     for r in range(2):
                         place = at, col + (N * j + r)

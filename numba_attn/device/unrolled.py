@@ -177,13 +177,13 @@ class _Emitter:
         return [Value(self, self.builder.extract_element(vector, I32(i))) for i in range(n)]
 
     def store(self, tensor: Global, index, values, condition=None, behind: int = 0) -> None:
-        """Write consecutive elements, as `load` reads them, where the condition holds."""
+        """Write consecutive elements, as `load` reads them, where the condition holds: behind a branch."""
+        if condition is not None:
+            with self.builder.if_then(of(condition, BOOL)):
+                self.store(tensor, index, values, behind=behind)
+            return
         pointer = self.builder.gep(tensor.pointer(index), [I64(behind)])
         values = [of(value, pointer.type.pointee) for value in values]
-        if condition is not None:
-            address = self.builder.ptrtoint(pointer, I64)
-            ptx.emit_store_if(self.builder, of(condition, BOOL), address, values)
-            return
         if len(values) == 1:
             self.builder.store(values[0], pointer)
             return
@@ -193,3 +193,9 @@ class _Emitter:
             vector = self.builder.insert_element(vector, value, I32(i))
         pointer = self.builder.bitcast(pointer, ir.PointerType(kind, pointer.type.addrspace))
         self.builder.store(vector, pointer, align=_WORD_BYTES * len(values))
+
+    def store_if(self, condition, tensor: Global, index, values, behind: int = 0) -> None:
+        """The same by a predicate: for many stores behind one index, whose address then is found once."""
+        pointer = self.builder.gep(tensor.pointer(index), [I64(behind)])
+        values = [of(value, pointer.type.pointee) for value in values]
+        ptx.emit_store_if(self.builder, of(condition, BOOL), self.builder.ptrtoint(pointer, I64), values)

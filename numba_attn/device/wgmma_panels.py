@@ -122,7 +122,7 @@ def store_outputs(panels: int, vector: int):
                     first = TILE * i + N * j
                     if vector == 4:
                         # Columns follow each other: one address for all of a row.
-                        e.store(gO, (at, col), four, (at < rows) & (col + first < columns), behind=first)
+                        e.store_if((at < rows) & (col + first < columns), gO, (at, col), four, behind=first)
                         continue
                     for c, x in enumerate(four):
                         place = at, col + (first + c)
