@@ -161,7 +161,7 @@ def workspace(problem: Problem, config: Config) -> dict[str, Workspace]:
 
 def launches(problem: Problem, config: Config) -> tuple[Launch, ...]:
     sizes = {"threads": config.threads, "smem_bytes": config.smem_bytes, "min_blocks": config.min_blocks}
-    return images(problem, config).launches_around(build_flash, config, more=(problem.vector,), **sizes)
+    return images(problem, config).launches_around(build_flash, config, **sizes)
 
 
 def build_flash(config: Config):
@@ -186,13 +186,11 @@ def build_flash(config: Config):
     mask = mma_tile.masked(Q_ROWS, K_ROWS, end_of_row)
     softmax = mma_tile.softmax(Q_ROWS, K_ROWS)
     pv = mma_tile.outputs(Q_ROWS, K_ROWS, COLUMNS, config.o_chain, min(config.products, 3))
-    finish = mma_epilogue.finish_wide(Q_ROWS, COLUMNS)
+    finish = mma_epilogue.finish(Q_ROWS, COLUMNS)
     store_lse = mma_epilogue.store_lse(Q_ROWS)
 
     @cuda.jit
-    def flash_split_half(
-        Q, K, Q_image, K_image, V_image, Q_record, K_record, V_record, unsafe, O, lse, first_row, vector
-    ):
+    def flash_split_half(Q, K, Q_image, K_image, V_image, Q_record, K_record, V_record, unsafe, O, lse, first_row):
         # who am I: block -> batch, head, m_block; a warp owns Q_ROWS query rows
         H, Lq, D, Lk = Q.shape[1], Q.shape[2], Q.shape[3], K.shape[2]
         m_blocks = unsafe.shape[1]
@@ -279,7 +277,7 @@ def build_flash(config: Config):
         wait_all()  # without a key, for Q
         b, of_lane, v_unscale = quotient(opaque(head), H), opaque(tid) & 31, scales(opaque(v_bits))[1]
         row0 = m_block * BLOCK_M + (opaque(tid) >> 5) * Q_ROWS
-        finish(O[b, head - b * H], acc, l, v_unscale / PEAK, row0, of_lane, vector)
+        finish(O[b, head - b * H], acc, l, v_unscale / PEAK, row0, of_lane)
         store_lse(lse[b, head - b * H], m, l, row0, of_lane)
 
     return flash_split_half
