@@ -350,8 +350,8 @@ def test_ptx(kernel, config):
 
 
 def products_of(module, config) -> list[int]:
-    """Of each launch between split and rescue, the number of products in its PTX."""
-    _, *launches, _ = module.launches(PROBLEM, config)
+    """Of each launch between split and rescue, but those that split beside it, the number of products in its PTX."""
+    _, *launches, _ = (launch for launch in module.launches(PROBLEM, config) if not launch.is_beside)
     workspace = module.workspace(PROBLEM, config)
     texts = [compiler.ptx(launch, workspace, H200.arch) for launch in launches]
     return [len(re.findall(r"\b(?:wg)?mma\.(?:mma_a)?sync", text)) for text in texts]

@@ -81,6 +81,25 @@ def attention(
         TypeError: an argument that is not an fp32 numpy array, a scale that is no number, or a flag that is no bool.
         NotImplementedError: grouped heads.
     """
+    options = {"causal": causal, "scale": scale, "enable_gqa": enable_gqa, "return_lse": return_lse}
+    return run(q, k, v, **options, kernel=kernel, config=config, precision=precision)
+
+
+def run(
+    q,
+    k,
+    v,
+    *,
+    causal=False,
+    scale=None,
+    enable_gqa=False,
+    return_lse=False,
+    kernel=None,
+    config=None,
+    precision="fp32",
+    launches_always=False,
+) -> np.ndarray | tuple[np.ndarray, np.ndarray]:
+    """As `attention`; with `launches_always` the kernel runs without a key too, for its tests of that to be seen."""
     check_precision(precision)
     for name, flag in {"causal": causal, "enable_gqa": enable_gqa, "return_lse": return_lse}.items():
         if not isinstance(flag, bool | np.bool_):
@@ -91,7 +110,7 @@ def attention(
     geometry = describe(*operands, is_causal=bool(causal), enable_gqa=bool(enable_gqa), precision=precision)
     problem = geometry.problem
     candidates = _candidates(kernel)
-    if geometry.nothing_to_launch(return_lse):
+    if not launches_always and geometry.nothing_to_launch(return_lse):
         o, lse = np.zeros(geometry.o_shape, np.float32), np.full(geometry.lse_shape, -np.inf, np.float32)
         return (o, lse) if return_lse else o
     kernel = _choose(candidates, problem)
