@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 from numba import cuda, float32
 
-from numba_attn import reference, sim
+from numba_attn import reference, sim, testing
 from numba_attn.kernel import Launch, Matmul, Part, Workspace
 from numba_attn.kernels import KERNELS
 from numba_attn.sim.mutate import CASES
@@ -243,3 +243,13 @@ def test_refusals():
         sim.attention(q, k, v, kernel="unknown")
     with pytest.raises(ValueError, match="toy does not support this problem: too small"):
         sim.attention(q, k, v, kernel=dataclasses.replace(TOY, supports=lambda problem, device: "too small"))
+
+
+@pytest.mark.parametrize("kernel", ["warp_tile_fp32", "warp_tile_multi_fp32", "warp_two_pass_fp32"])
+def test_lse_of_a_row_without_a_finite_score(kernel):
+    """Columns past D do not count: 0 times Inf there would make a NaN of ln 0."""
+    q, k, v = (np.abs(x) + np.float32(0.1) for x in testing.make_inputs(testing.Case(1, 1, 3, 5, 9, 4)))
+    q[0, 0, 1] = -np.inf
+    o, lse = sim.attention(q, k, v, return_lse=True, kernel=kernel)
+    assert lse[0, 0, 1] == -np.inf and np.isnan(o[0, 0, 1]).all()
+    assert np.isfinite(lse[0, 0, [0, 2]]).all() and np.isfinite(o[0, 0, [0, 2]]).all()
