@@ -119,7 +119,7 @@ def test_batches_are_few_where_the_workspace_holds_much():
 def test_what_is_too_large_is_refused():
     assert KERNEL.supports(Problem(1, 1, 1, 1, 10**8, 64, 64), H200) is None
     assert "for one row" in KERNEL.supports(Problem(1, 1, 1, 1, 128 * 10**6, 64, 64), H200)
-    assert "5000 batches" in KERNEL.supports(Problem(5000, 5000, 5000, 1, 1, 64, 64), H200)
+    assert "5000 rounds" in KERNEL.supports(Problem(5000, 5000, 5000, 1, 1, 64, 64), H200)
 
 
 def test_kernels_say_whether_they_multiply():
