@@ -37,7 +37,7 @@ from numba_attn.sim.errors import SimulationError
 from numba_attn.sim.loader import Loader
 from numba_attn.sim.mutants import Mutant, mutants
 from numba_attn.sim.named_test import NamedTests
-from numba_attn.sim.run import run as run_kernel
+from numba_attn.sim.run import of_kernel
 from numba_attn.sim.time_limit import TimeLimit, time_limit
 
 __all__ = ["CASES", "Case", "Mutant", "Report", "Row", "mutants", "run"]
@@ -238,7 +238,7 @@ def _try(kernel, prepared: _Prepared) -> tuple[str, str]:
 
 def _mistake(kernel, case: Case, inputs, expected) -> str:
     """What is wrong with the kernel's result, or ''."""
-    result = run_kernel(*inputs, causal=case.causal, return_lse=case.lse, kernel=kernel, launches_always=True)
+    result = of_kernel(kernel, *inputs, case.causal, case.lse)
     o, lse = result if case.lse else (result, None)
     expected_o, expected_lse = expected
     size = np.linalg.norm(np.where(np.isfinite(expected_o), expected_o, 0), axis=-1, keepdims=True)

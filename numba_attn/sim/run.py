@@ -81,43 +81,38 @@ def attention(
         TypeError: an argument that is not an fp32 numpy array, a scale that is no number, or a flag that is no bool.
         NotImplementedError: grouped heads.
     """
-    options = {"causal": causal, "scale": scale, "enable_gqa": enable_gqa, "return_lse": return_lse}
-    return run(q, k, v, **options, kernel=kernel, config=config, precision=precision)
-
-
-def run(
-    q,
-    k,
-    v,
-    *,
-    causal=False,
-    scale=None,
-    enable_gqa=False,
-    return_lse=False,
-    kernel=None,
-    config=None,
-    precision="fp32",
-    launches_always=False,
-) -> np.ndarray | tuple[np.ndarray, np.ndarray]:
-    """As `attention`; with `launches_always` the kernel runs without a key too, for its tests of that to be seen."""
     check_precision(precision)
     for name, flag in {"causal": causal, "enable_gqa": enable_gqa, "return_lse": return_lse}.items():
         if not isinstance(flag, bool | np.bool_):
             raise TypeError(f"{name} is a {type(flag).__name__}: True or False is needed")
     scale = None if scale is None else _as_float(scale)
-    given = {name: _aligned(name, array) for name, array in (("q", q), ("k", k), ("v", v))}
-    operands = (_operand(name, array) for name, array in given.items())
-    geometry = describe(*operands, is_causal=bool(causal), enable_gqa=bool(enable_gqa), precision=precision)
-    problem = geometry.problem
+    given, geometry = _read(q, k, v, is_causal=bool(causal), enable_gqa=bool(enable_gqa), precision=precision)
     candidates = _candidates(kernel)
-    if not launches_always and geometry.nothing_to_launch(return_lse):
+    if geometry.nothing_to_launch(return_lse):
         o, lse = np.zeros(geometry.o_shape, np.float32), np.full(geometry.lse_shape, -np.inf, np.float32)
         return (o, lse) if return_lse else o
-    kernel = _choose(candidates, problem)
+    return _simulated(_choose(candidates, geometry.problem), config, geometry, given, scale, return_lse)
+
+
+def of_kernel(kernel: Kernel, q, k, v, causal: bool, return_lse: bool) -> np.ndarray | tuple[np.ndarray, np.ndarray]:
+    """What the kernel itself makes of them, without a key too: `attention` then asks no kernel."""
+    given, geometry = _read(q, k, v, is_causal=causal)
+    return _simulated(_choose([kernel], geometry.problem), None, geometry, given, None, return_lse)
+
+
+def _read(q, k, v, **facts) -> tuple[list[np.ndarray], Geometry]:
+    """The arrays as kernels can read them, and what is known of the call."""
+    given = {name: _aligned(name, array) for name, array in (("q", q), ("k", k), ("v", v))}
+    return list(given.values()), describe(*(_operand(name, array) for name, array in given.items()), **facts)
+
+
+def _simulated(kernel: Kernel, config, geometry: Geometry, given: list[np.ndarray], scale, return_lse: bool):
+    """O, or O and lse, of the kernel's launches."""
+    problem = geometry.problem
     config = kernel.small_config(problem) if config is None else config
     scale = geometry.scale if scale is None else scale
     B, H, Lq, Dv = problem.B, problem.H, problem.Lq, problem.Dv
-    arrays = dict(zip("QKV", _views(geometry, given.values()), strict=True))
+    arrays = dict(zip("QKV", _views(geometry, given), strict=True))
     arrays |= {"O": _poisoned((B, H, Lq, Dv)), "lse": _poisoned((B, H, Lq if return_lse else 0))}
     for name, space in kernel.workspace(problem, config).items():
         arrays[name] = _poisoned(space.shape, space.dtype)
