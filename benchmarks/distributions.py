@@ -14,7 +14,8 @@ from statistics import median
 
 import numba_attn
 from numba_attn.bench.problems import find as find_problem
-from numba_attn.bench.torch_backends import cuda_torch
+from numba_attn.bench.problems import full_name
+from numba_attn.bench.torch_backends import backend_of, cuda_torch, tf32
 from numba_attn.cli.errors import CommandError
 from numba_attn.cli.kernel_file import KERNEL_HELP, find
 from numba_attn.cli.screen import table
@@ -28,8 +29,9 @@ PROBLEMS = (
     "headline",
 )
 LONG = "b1_h4_q1024_k16384_d128"
-"""For errors alone: sums of many keys."""
+"""Sums of many keys, for their errors."""
 HEADS, ROUNDS = 3, 9
+HEADER = "inputs", "ms", "of normal", "error", "torch's error", "torch's backend"
 
 
 def magnitudes(torch, x, low: float, high: float):
@@ -72,19 +74,16 @@ def main(argv: list[str] | None = None) -> int:
     try:
         problems = [find_problem(name).problem for name in args.problem or (*PROBLEMS, LONG)]
         kernel = find(args.kernel)[0] if args.kernel else None
-    except ValueError as error:
-        parser.error(str(error))
-    except CommandError as error:
+    except (ValueError, CommandError) as error:
         parser.error(str(error))
     torch, reason = cuda_torch()
     if torch is None:
         print(f"nothing to run it with: {reason}", file=sys.stderr)
         return 2
     for problem in problems:
-        print(f"\n{problem.B} x {problem.H}, {problem.Lq} x {problem.Lk}, {problem.D}", flush=True)
-        print(
-            table(("inputs", "ms", "of normal", "error", "torch's error"), rows_of(torch, problem, kernel)), flush=True
-        )
+        with tf32(torch, on=False):
+            rows = rows_of(torch, problem, kernel)
+        print(f"\n{full_name(problem)}\n{table(HEADER, rows)}", flush=True)
     return 0
 
 
@@ -101,8 +100,9 @@ def rows_of(torch, problem: Problem, kernel) -> list[tuple[str, ...]]:
         inputs = draw(torch, *normal)
         ms, usual = times(torch, [lambda inputs=inputs: call(inputs), lambda: call(normal)])
         theirs = torch.nn.functional.scaled_dot_product_attention(*inputs, is_causal=problem.is_causal)
+        backend = backend_of(torch, "torch_default", *inputs, problem.is_causal)
         errors = errors_of(torch, problem, inputs, (call(inputs), theirs))
-        rows.append((name, f"{ms:.3g}", f"{ms / usual:.2f}", *(f"{error:.1e}" for error in errors)))
+        rows.append((name, f"{ms:.3g}", f"{ms / usual:.2f}", *(f"{error:.1e}" for error in errors), backend))
     return rows
 
 
