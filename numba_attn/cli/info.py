@@ -39,18 +39,20 @@ def _machine() -> tuple[tuple[int, int] | None, str | None]:
     print(f"\ndriver\n  {f'serves CUDA {driver[0]}.{driver[1]}' if driver else 'none'}")
     devices = {str(index): _facts(launch.device_facts(index)) for index in range(launch.device_count())}
     _section("devices", devices or {"none": "numba_attn.sim.attention runs the kernels on a CPU"})
-    print(f"\ncache\n  {_cache()}; ${cache.ENVIRONMENT_VARIABLE} moves it)")
+    found, facts = _cache()
+    print(f"\ncache\n  {found} ({facts}; ${cache.ENVIRONMENT_VARIABLE} moves it)")
     return driver, cache.problem()
 
 
-def _cache() -> str:
+def _cache() -> tuple[str, str]:
+    """The directory, and what is in it; or why there is none."""
     from numba_attn.launch import cache
 
     try:
         entries, size = cache.usage()
-        return f"{cache.directory()} ({entries} entries, {megabytes(size)}"
+        return str(cache.directory()), f"{entries} entries, {megabytes(size)}"
     except OSError as error:
-        return f"none ({error}"
+        return "none", str(error)
 
 
 def _facts(device) -> str:
