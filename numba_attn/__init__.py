@@ -5,26 +5,30 @@ serves a call, and `KERNELS` are the registered kernels. `reference`, `sim` and 
 """
 
 from importlib import import_module
+from typing import TYPE_CHECKING
 
 from numba_attn import versions
+
+if TYPE_CHECKING:
+    from numba_attn.api import attention, explain, scaled_dot_product_attention
+    from numba_attn.kernels import KERNELS
 
 __version__ = versions.version("numba-attn") or "0+unknown"
 __all__ = ["KERNELS", "attention", "explain", "scaled_dot_product_attention"]
 _MODULES = ("reference", "sim", "testing")
 
-_problem = versions.package_problem()
-
-if _problem is None:
-    from numba_attn.api import attention, explain, scaled_dot_product_attention
-    from numba_attn.kernels import KERNELS
-
 
 def __getattr__(name: str):
+    """Loads what is asked for at its first use: Numba's import is most of a second, and not all need it."""
     if name in _MODULES:
         return import_module(f"numba_attn.{name}")
     if name in __all__:
         # Not at import: `python -m numba_attn info` must be able to tell.
-        raise ImportError(_problem)
+        if problem := versions.package_problem():
+            raise ImportError(problem)
+        value = getattr(import_module("numba_attn.kernels" if name == "KERNELS" else "numba_attn.api"), name)
+        globals()[name] = value
+        return value
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
 
 

@@ -136,12 +136,13 @@ def test_unwritable_cache_warns_once(tmp_path):
 
 def test_first_call_from_the_cache_is_quick(tmp_path):
     code = """
-import time, torch, numba_attn
+import time, torch
+from numba_attn import attention
 q = torch.randn(1, 2, 33, 64, device="cuda")
 q @ q.mT
 torch.cuda.synchronize()
 start = time.perf_counter()
-numba_attn.attention(q, q, q)
+attention(q, q, q)
 torch.cuda.synchronize()
 print(time.perf_counter() - start)
 """
@@ -156,7 +157,7 @@ print(time.perf_counter() - start)
 def test_import_touches_no_gpu():
     run_python(
         """
-import numba_attn
+from numba_attn import KERNELS, attention
 from cuda.bindings import driver
 assert driver.cuCtxGetCurrent()[0] == driver.CUresult.CUDA_ERROR_NOT_INITIALIZED
 """

@@ -21,16 +21,44 @@ import sys, time
 start = time.process_time()
 import numba_attn
 took = time.process_time() - start
-assert not {"torch", "cupy", "jax"} & set(sys.modules), "imported an array library"
+assert "numba" not in sys.modules, "Numba takes most of a second"
 import numpy as np
 x = np.zeros((4, 8), np.float32)
 numba_attn.explain(x, x, x)
-assert "torch" not in sys.modules
+assert not {"torch", "cupy", "jax"} & set(sys.modules), "imported an array library"
 print(took)
 """
     # Other work on the machine only adds: one quick import in ten shows that it can be.
     took = (float(subprocess.check_output([sys.executable, "-c", code])) for _ in range(10))
     assert any(seconds < 1 for seconds in took)
+
+
+def test_loading_the_kernels_takes_less_than_loading_numba():
+    code = """
+import time
+start = time.thread_time()
+import numba.cuda
+numbas = time.thread_time() - start
+from numba_attn import KERNELS, attention
+print(numbas, time.thread_time() - start - numbas)
+"""
+    took = (map(float, subprocess.check_output([sys.executable, "-c", code]).split()) for _ in range(10))
+    assert any(ours < numbas for numbas, ours in took)
+
+
+def test_what_is_loaded_at_first_use_stays():
+    code = """
+import numba_attn
+first = numba_attn.attention
+assert vars(numba_attn)["attention"] is first is numba_attn.api.attention
+assert numba_attn.KERNELS is numba_attn.kernels.KERNELS
+try:
+    numba_attn.attentions
+except AttributeError as error:
+    print(error)
+"""
+    told = subprocess.check_output([sys.executable, "-c", code], text=True)
+    assert told == "module 'numba_attn' has no attribute 'attentions'\n"
 
 
 def test_modules_for_checking_are_there_when_asked_for():
