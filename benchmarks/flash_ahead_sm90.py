@@ -1,0 +1,316 @@
+"""A candidate beside flash_split_half_sm90: blocks that stay, and images of the next heads made beside them.
+
+    python -m numba_attn check benchmarks/flash_ahead_sm90.py --sim
+    python -m numba_attn bench --kernel benchmarks/flash_ahead_sm90.py --kernel flash_split_half_sm90
+
+At b32 h32 L512 a third of flash_split_half_sm90's time is the split, bound by bytes, and a fifth of the rest stands
+before and behind a block's tiles. What is expected: docs/notes/flash_split_half_sm90.md.
+
+Algorithm. That of flash_split_half_sm90, for heads in rounds:
+
+    split     the heads of the first round
+    flash     one round; beside it, on SMs that it leaves free, the split of the next
+    rescue    all heads
+
+Work split. A block has every gridDim-th task, the 64 GROUPS query rows of one head. The warp that copies finds out
+which tasks are safe while those before them are multiplied, and tells the others what to do next.
+
+Memory. Images of two rounds: those of round r + 1 are made when all blocks of round r run, that is after round r - 1,
+which read the images that are overwritten. Shared: words of two tasks too. Those of a task are written when all threads
+have arrived at `q_read` in the task before, and so have left the one before that, whose words were in the same place.
+
+Limits. Those of flash_split_half_sm90, without causality. Where heads do not fit twice, or are too few for two rounds,
+batches follow each other in one set of images.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from math import prod
+
+from numba import cuda, float32, int32
+
+from numba_attn.device import mma_epilogue, mma_tile, wgmma_ring, wgmma_tile
+from numba_attn.device.mask import Mask
+from numba_attn.device.math import bits, cdiv, quotient
+from numba_attn.device.ptx import opaque
+from numba_attn.device.ptx_sm90 import (
+    let_next_launch_start,
+    mbarrier_arrive_expect,
+    mbarrier_init,
+    mbarrier_wait,
+    setmaxnreg,
+)
+from numba_attn.device.rescue_kernel import FEW_KEYS
+from numba_attn.device.smem import shared_memory, shared_tile
+from numba_attn.device.softmax import ONE
+from numba_attn.device.split_half import PEAK, UNSCALE, image_bytes, padded, peak_of, scales, unit_of, verdict
+from numba_attn.device.tile import WARP
+from numba_attn.device.wgmma_fragments import GROUP_ROWS, GROUP_THREADS, STEP
+from numba_attn.device.wgmma_ring import BARRIER_BYTES
+from numba_attn.images import IMAGES, MAX_WORKSPACE_BYTES, RECORDS, Batch, ImageBatches
+from numba_attn.kernel import Kernel, Launch, Part, Workspace
+from numba_attn.kernels import flash_split_half_sm90 as apart
+from numba_attn.kernels.flash_split_half_sm90 import GROUP_WARPS, K_ROWS, WARP_ROWS
+from numba_attn.problem import ITEM_BYTES, Device, Problem
+
+TASKS_BYTES = 32
+HEAD, M_BLOCK, V_AMAX, WORDS = range(4)
+"""Words of a task; no head is -1, which ends the round."""
+ROUNDS = 4
+"""At least, of as many heads: the split of the first has nothing to run beside."""
+LEAST_TASKS = 2
+"""Of a round, for each SM."""
+STEPS_OF_TASK = 2
+"""What stands before and behind the tiles of a task, in tiles of keys."""
+STEPS_OF_SPLIT = {64: 0.22, 128: 0.42, 256: 0.4}
+"""What splitting a tile takes an SM, in tiles of keys, by columns: 0.45 us per 64 of them."""
+
+
+@dataclass(frozen=True)
+class Config(apart.Config):
+    sms: int = 132
+
+    @property
+    def smem_bytes(self) -> int:
+        """Behind the tiles and the ring's barriers: the one that Q is read, and what the next task is."""
+        return super().smem_bytes + BARRIER_BYTES + TASKS_BYTES
+
+    @property
+    def registers(self) -> tuple[int, int]:
+        """As for flash_split_half_sm90, but whoever copies also decides what is safe; widest, tiles need them more."""
+        together = min(240, 65536 // self.threads // 8 * 8) * (self.groups + 1)
+        many = min(240, (together - (24 if self.d_bucket > 192 else 56)) // self.groups // 8 * 8)
+        return together - many * self.groups, many
+
+
+def config(problem: Problem, device: Device) -> Config:
+    return Config(**vars(apart.config(problem, device)))
+
+
+def configs():
+    yield from (Config(**vars(config)) for config in apart.configs() if not config.is_causal)
+
+
+def small_config(problem: Problem) -> Config:
+    return Config(**vars(apart.small_config(problem)), sms=3)
+
+
+def supports(problem: Problem, device: Device) -> str | None:
+    if problem.is_causal:
+        return "tasks of one length alone, without causality"
+    return apart.supports(problem, device)
+
+
+@dataclass(frozen=True)
+class Rounds:
+    """The heads of a problem in rounds, with images of two of them, whose number is in front of the arrays' shapes."""
+
+    images: ImageBatches
+    heads: int
+    """Of a round; the last may have fewer."""
+
+    @property
+    def workspace(self) -> dict[str, Workspace]:
+        problem, images = self.images.problem, self.images
+        of_round = images._of(self.heads, images.m_blocks)
+        of_round["unsafe"] = Workspace((problem.B * problem.H, images.m_blocks), "int32")
+        twice = {name: replace(of_round[name], shape=(2, *of_round[name].shape)) for name in (*IMAGES, *RECORDS)}
+        return of_round | twice
+
+    def batches(self) -> list[Batch]:
+        """Whole batch indices, or some heads of one of them."""
+        B, H = self.images.problem.B, self.images.problem.H
+        of_b, of_h = max(1, self.heads // H), min(self.heads, H)
+        firsts = [(b, h) for b in range(0, B, of_b) for h in range(0, H, of_h)]
+        return [self._batch(i, b, min(b + of_b, B), h, min(h + of_h, H)) for i, (b, h) in enumerate(firsts)]
+
+    def _batch(self, number: int, b: int, b_end: int, h: int, h_end: int) -> Batch:
+        heads, first = (b_end - b) * (h_end - h), b * self.images.problem.H + h
+
+        def part(name: str) -> Part:
+            if name in ("Q", "K", "V", "O", "lse"):
+                return Part(name, (slice(b, b_end), slice(h, h_end)))
+            return Part(name, (slice(first, first + heads),) if name == "unsafe" else (number % 2, slice(heads)))
+
+        return Batch(heads, self.images.m_blocks, 0, False, part)
+
+    def launches(self, flash) -> tuple[Launch, ...]:
+        """`flash(batch, tiles)`: the launch that reads a batch, while so many tiles are split."""
+        batches, images = self.batches(), self.images
+        steps = [images._split(batches[0], "QKV")]
+        for batch, following in zip(batches, [*batches[1:], None], strict=True):
+            steps.append(flash(batch, images._tiles_of(following, "QKV" if following else "")))
+            if following:
+                steps.append(images._split(following, "QKV", is_beside=True))
+        heads = images.problem.B * images.problem.H
+        return (*steps, images._rescue(Batch(heads, images.m_blocks, 0, False, lambda name: name)))
+
+
+def rounds(problem: Problem, config: Config) -> Rounds | None:
+    """None where there are no two rounds of whole heads that fill the SMs and whose images fit twice."""
+    images, heads, H = apart.images(problem, config), problem.B * problem.H, problem.H
+    of_head = sum(ITEM_BYTES * prod(space.shape) for space in images._of(1, images.m_blocks).values())
+    most = min(MAX_WORKSPACE_BYTES // (2 * of_head), cdiv(heads, ROUNDS))
+    if most * images.m_blocks < LEAST_TASKS * config.sms or heads < 2:
+        return None
+    return Rounds(images, cdiv(problem.B, cdiv(problem.B, most // H)) * H if most >= H else cdiv(H, cdiv(H, most)))
+
+
+def sms_of_flash(tasks: int, steps: int, of_split: float, sms: int) -> int:
+    """How many of all SMs take the tasks, of so many steps each, so that these and the split's steps end soon."""
+
+    def time(own: int) -> float:
+        return max(cdiv(tasks, own) * steps, of_split / (sms - own))
+
+    return min(range(1, sms), key=lambda own: (time(own), own))
+
+
+def workspace(problem: Problem, config: Config) -> dict[str, Workspace]:
+    found = rounds(problem, config)
+    return found.workspace if found else apart.images(problem, config).workspace
+
+
+def launches(problem: Problem, config: Config) -> tuple[Launch, ...]:
+    sizes, found = {"threads": config.threads, "smem_bytes": config.smem_bytes}, rounds(problem, config)
+
+    def flash(batch: Batch, tiles: int = 0) -> Launch:
+        args = (*batch.parts("Q", "K", *IMAGES, *RECORDS, "unsafe", "O", "lse"), batch.first_row, problem.vector)
+        blocks, steps = batch.heads * batch.m_blocks, cdiv(problem.Lk, K_ROWS) + STEPS_OF_TASK
+        cost = next(cost for columns, cost in STEPS_OF_SPLIT.items() if config.d_bucket <= columns)
+        own = sms_of_flash(blocks, steps, tiles * cost, config.sms) if tiles else config.sms
+        return Launch(build_flash, config, args, min(blocks, own), **sizes)
+
+    if found:
+        return found.launches(flash)
+    return apart.images(problem, config).launches(lambda batch: (flash(batch),))
+
+
+def build_flash(config: Config):
+    GROUPS, BLOCK_M, COLUMNS = config.groups, config.block_m, config.d_bucket
+    SLOTS, PART, PARTS = config.slots, config.part, padded(config.d_bucket) // config.part
+    Q_BYTES, TILE_BYTES = image_bytes(BLOCK_M, COLUMNS), image_bytes(K_ROWS, COLUMNS)
+    BARRIERS, CONSUMERS = config.tiles_bytes, GROUP_THREADS * GROUPS
+    TASKS = config.smem_bytes - TASKS_BYTES
+    READ, task_words = TASKS - BARRIER_BYTES, shared_tile(TASKS, (2, TASKS_BYTES // 8), dtype=int32)
+    S_SHAPE, O_SHAPE, ROW_SHAPE = (1, K_ROWS // 8, 4), (1, COLUMNS // 8, 4), (1, 2)
+    LEFT_SHAPE = (2, K_ROWS // STEP, 4)
+    SKIPS = COLUMNS <= 128  # wider ones have no registers for skipping
+    end_of_row = Mask(False).end
+    few, many = (setmaxnreg(n, more=more) for n, more in zip(config.registers, (False, True), strict=True))
+    start_barriers = wgmma_ring.start_barriers(SLOTS, GROUP_WARPS * GROUPS)
+    copy_q, feed = wgmma_ring.copy_q(BLOCK_M, COLUMNS), wgmma_ring.feed(COLUMNS, PART, SLOTS)
+    take, skip = wgmma_ring.take(PARTS, SLOTS), wgmma_tile.skip(COLUMNS, PART, SLOTS)
+    start = mma_tile.start(WARP_ROWS, COLUMNS)
+    qk = wgmma_tile.scores(COLUMNS, PART, config.products, SLOTS, config.s_chains)
+    mask, softmax = mma_tile.masked(WARP_ROWS, K_ROWS, end_of_row), mma_tile.softmax(WARP_ROWS, K_ROWS)
+    split, pv = wgmma_tile.split_left, wgmma_tile.outputs(COLUMNS, PART, SLOTS, config.o_columns)
+    finish, store_lse = mma_epilogue.finish_wide(WARP_ROWS, COLUMNS), mma_epilogue.store_lse(WARP_ROWS)
+
+    @cuda.jit
+    def flash_ahead(Q, K, Q_image, K_image, V_image, Q_record, K_record, V_record, unsafe, O, lse, first_row, vector):
+        # who am I: a block has every gridDim-th task; a warpgroup owns 64 of its query rows, the last one copies
+        let_next_launch_start()
+        H, Lq, D, Lk, (heads, m_blocks) = Q.shape[1], Q.shape[2], Q.shape[3], K.shape[2], unsafe.shape
+        tid = cuda.threadIdx.x
+        lane, group = tid & 31, tid >> 7
+        smem = shared_memory()
+        ring, q_full, q_read, tasks = smem + Q_BYTES, smem + BARRIERS, smem + READ, task_words(smem)
+        if tid == 0:
+            mbarrier_init(q_read, CONSUMERS)
+        start_barriers(q_full, tid)
+        turn, parity = 0, 0  # of the ring, and of the task: 0, 1, 0 ..
+
+        if tid >= CONSUMERS:
+            # find out what is safe, and copy its tiles as slots become free
+            few()
+            if tid < CONSUMERS + WARP:
+                for number in range(cuda.blockIdx.x, heads * m_blocks, cuda.gridDim.x):
+                    head = quotient(number, m_blocks)
+                    m_block = number - head * m_blocks
+                    safe, v_amax = verdict(Q_record, K_record, V_record, head, m_block * GROUPS, GROUPS, D, ONE, lane)
+                    safe &= Lk >= FEW_KEYS
+                    if lane == 0:
+                        unsafe[head, m_block] = not safe
+                        if safe:
+                            # All are done with Q of the task before.
+                            mbarrier_wait(q_read, parity ^ 1)
+                            tasks[parity, HEAD], tasks[parity, M_BLOCK] = head, m_block
+                            tasks[parity, V_AMAX] = bits(v_amax)
+                            # The arrival that expects the bytes of Q releases the words.
+                            copy_q(smem, q_full, Q_image[head], m_block)
+                            parity ^= 1
+                            tiles = 2 * quotient(Lk + (K_ROWS - 1), K_ROWS)
+                            turn = feed(ring, q_full, turn, K_image[head], V_image[head], 0, tiles)
+                if lane == 0:
+                    mbarrier_wait(q_read, parity ^ 1)
+                    tasks[parity, HEAD] = -1
+                    mbarrier_arrive_expect(q_full, 0)
+        else:
+            many()
+            S = cuda.local.array(S_SHAPE, float32)  # then P
+            left = cuda.local.array(LEFT_SHAPE, int32)  # P in halves
+            acc = cuda.local.array(O_SHAPE, float32)
+            m = cuda.local.array(ROW_SHAPE, float32)
+            l = cuda.local.array(ROW_SHAPE, float32)
+            alpha = cuda.local.array(ROW_SHAPE, float32)
+            parts = cuda.local.array(PARTS, int32)
+            q_at = smem + group * TILE_BYTES
+            mbarrier_wait(q_full, parity)
+            while tasks[parity, HEAD] >= 0:
+                # reset m, l, acc
+                q_tile = tasks[parity, M_BLOCK] * GROUPS + group
+                q_unscale = Q_record[tasks[parity, HEAD], q_tile, UNSCALE]
+                start(acc, m, l)
+
+                for n0 in range(0, Lk, K_ROWS):
+                    turn = take(parts, turn)
+                    if SKIPS and q_tile * GROUP_ROWS >= Lq:
+                        # Behind the last row.
+                        skip(ring, q_full, parts, lane == 0)
+                        turn = take(parts, turn)
+                        skip(ring, q_full, parts, lane == 0)
+                    else:
+                        # S = Q K^T, P = 2^(S - m)
+                        head, v_scale = tasks[parity, HEAD], scales(tasks[parity, V_AMAX])[0]
+                        unit = unit_of(q_unscale, K_record[head, n0 // K_ROWS, UNSCALE])
+                        peak = peak_of(V_record[head, n0 // K_ROWS, UNSCALE], v_scale)
+                        qk(S, q_at, ring, q_full, parts, lane == 0)
+                        if n0 + K_ROWS >= Lk:
+                            # Q is read: the next one may come.
+                            mbarrier_arrive_expect(q_read, 0)
+                            if n0 + K_ROWS > Lk:
+                                mask(S, 0, n0, Lk, opaque(lane))
+                        softmax(S, m, l, alpha, unit, peak)
+                        split(left, S)
+
+                        # O = alpha O + P V
+                        turn = take(parts, turn)
+                        pv(acc, left, alpha, ring, q_full, parts, lane == 0)
+                if SKIPS and q_tile * GROUP_ROWS >= Lq:
+                    mbarrier_arrive_expect(q_read, 0)
+
+                # finish: O = acc / l, lse = m + ln l
+                head, warp, of_lane = tasks[parity, HEAD], opaque(tid) >> 5, opaque(tid) & 31
+                b = quotient(head, H)
+                h, row0 = head - b * H, tasks[parity, M_BLOCK] * BLOCK_M + warp * WARP_ROWS
+                finish(O[b, h], acc, l, scales(tasks[parity, V_AMAX])[1] / PEAK, row0, of_lane, vector)
+                store_lse(lse[b, h], m, l, row0, of_lane)
+                parity ^= 1
+                mbarrier_wait(q_full, parity)
+
+    return flash_ahead
+
+
+KERNEL = Kernel(
+    name="flash_split_half_sm90_ahead",
+    summary="flash_split_half_sm90 by blocks that stay, images of the next heads made beside them",
+    accuracy="fp32",
+    supports=supports,
+    suits=apart.suits,
+    config=config,
+    configs=configs,
+    small_config=small_config,
+    launches=launches,
+    workspace=workspace,
+)
