@@ -28,6 +28,9 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from math import prod
 
+import flash_overlap_sm90
+from flash_overlap_sm90 import TILES as OVERLAPPING
+from flash_overlap_sm90 import advance
 from numba import cuda, float32, int32
 
 from numba_attn.device import mma_epilogue, mma_tile, wgmma_ring, wgmma_tile
@@ -43,9 +46,30 @@ from numba_attn.device.ptx_sm90 import (
 )
 from numba_attn.device.rescue_kernel import FEW_KEYS
 from numba_attn.device.smem import shared_memory, shared_tile
-from numba_attn.device.softmax import ONE
-from numba_attn.device.split_half import PEAK, UNSCALE, image_bytes, padded, peak_of, scales, unit_of, verdict
+from numba_attn.device.softmax import NEG_INF, ONE, ZERO
+from numba_attn.device.split_half import (
+    AMAX,
+    EXTREMES,
+    K_AMAX,
+    K_LEAST,
+    LEVEL,
+    PEAK,
+    Q_AMAX,
+    Q_LEAST,
+    ROW_MIN,
+    UNSCALE,
+    V_AMAX,
+    V_LEAST,
+    image_bytes,
+    is_safe,
+    over_warp,
+    padded,
+    peak_of,
+    scales,
+    unit_of,
+)
 from numba_attn.device.tile import WARP
+from numba_attn.device.verb import verb
 from numba_attn.device.wgmma_fragments import GROUP_ROWS, GROUP_THREADS, STEP
 from numba_attn.device.wgmma_ring import BARRIER_BYTES
 from numba_attn.images import IMAGES, MAX_WORKSPACE_BYTES, RECORDS, Batch, ImageBatches
@@ -55,7 +79,7 @@ from numba_attn.kernels.flash_split_half_sm90 import GROUP_WARPS, K_ROWS, WARP_R
 from numba_attn.problem import ITEM_BYTES, Device, Problem
 
 TASKS_BYTES = 32
-HEAD, M_BLOCK, V_AMAX, WORDS = range(4)
+HEAD, M_BLOCK, V_BITS = range(3)
 """Words of a task; no head is -1, which ends the round."""
 ROUNDS = 4
 """At least, of as many heads: the split of the first has nothing to run beside."""
@@ -70,6 +94,8 @@ STEPS_OF_SPLIT = {64: 0.22, 128: 0.42, 256: 0.4}
 @dataclass(frozen=True)
 class Config(apart.Config):
     sms: int = 132
+    overlaps: bool = False
+    """See flash_overlap_sm90: up to 128 columns, a tile in one slot."""
 
     @property
     def smem_bytes(self) -> int:
@@ -78,9 +104,10 @@ class Config(apart.Config):
 
     @property
     def registers(self) -> tuple[int, int]:
-        """As for flash_split_half_sm90, but whoever copies also decides what is safe; widest, tiles need them more."""
+        """As for flash_split_half_sm90, but whoever copies also decides what is safe, with what tiles can spare."""
         together = min(240, 65536 // self.threads // 8 * 8) * (self.groups + 1)
-        many = min(240, (together - (24 if self.d_bucket > 192 else 56)) // self.groups // 8 * 8)
+        few = 24 if self.d_bucket > 192 else 32 if self.overlaps else 56
+        many = min(240, (together - few) // self.groups // 8 * 8)
         return together - many * self.groups, many
 
 
@@ -94,6 +121,16 @@ def configs():
 
 def small_config(problem: Problem) -> Config:
     return Config(**vars(apart.small_config(problem)), sms=3)
+
+
+def small_overlapping(problem: Problem) -> Config:
+    small = vars(flash_overlap_sm90.small_config(problem))
+    return Config(**small, sms=3, overlaps=max(problem.D, problem.Dv) <= OVERLAPPING[-1].d_bucket)
+
+
+def overlapping(problem: Problem, device: Device) -> Config:
+    tiles = next((tiles for tiles in OVERLAPPING if tiles.d_bucket >= max(problem.D, problem.Dv)), None)
+    return Config(**vars(tiles), overlaps=True) if tiles else config(problem, device)
 
 
 def supports(problem: Problem, device: Device) -> str | None:
@@ -186,6 +223,27 @@ def launches(problem: Problem, config: Config) -> tuple[Launch, ...]:
     return apart.images(problem, config).launches(lambda batch: (flash(batch),))
 
 
+@verb
+def extremes_of(x, i, record, first, tiles, least, lane):
+    """x[i], x[i + 1]: the largest AMAX of so many tiles of a head, and the least of another number, negated."""
+    for tile in range(lane, tiles, WARP):
+        x[i], x[i + 1] = max(x[i], record[first + tile, AMAX]), max(x[i + 1], -record[first + tile, least])
+
+
+@verb
+def verdict(Q_record, K_record, V_record, head, first, tiles, D, lane):
+    """That of `split_half`, one operand after the other: for a warp that has time and few registers."""
+    x = cuda.local.array(EXTREMES, float32)
+    for i in range(0, EXTREMES, 2):
+        x[i], x[i + 1] = ZERO, NEG_INF
+    extremes_of(x, Q_AMAX, Q_record[opaque(head)], first, tiles, LEVEL, opaque(lane))
+    extremes_of(x, K_AMAX, K_record[opaque(head)], 0, K_record.shape[1], LEVEL, opaque(lane))
+    extremes_of(x, V_AMAX, V_record[opaque(head)], 0, V_record.shape[1], ROW_MIN, opaque(lane))
+    over_warp(x)
+    safe = is_safe(float32(D), x[Q_AMAX], -x[Q_LEAST], x[K_AMAX], -x[K_LEAST], x[V_AMAX], -x[V_LEAST], ONE)
+    return safe, x[V_AMAX]
+
+
 def build_flash(config: Config):
     GROUPS, BLOCK_M, COLUMNS = config.groups, config.block_m, config.d_bucket
     SLOTS, PART, PARTS = config.slots, config.part, padded(config.d_bucket) // config.part
@@ -205,6 +263,7 @@ def build_flash(config: Config):
     qk = wgmma_tile.scores(COLUMNS, PART, config.products, SLOTS, config.s_chains)
     mask, softmax = mma_tile.masked(WARP_ROWS, K_ROWS, end_of_row), mma_tile.softmax(WARP_ROWS, K_ROWS)
     split, pv = wgmma_tile.split_left, wgmma_tile.outputs(COLUMNS, PART, SLOTS, config.o_columns)
+    both, OVERLAPS = advance(COLUMNS, config.products, SLOTS, config.o_columns), config.overlaps
     finish, store_lse = mma_epilogue.finish_wide(WARP_ROWS, COLUMNS), mma_epilogue.store_lse(WARP_ROWS)
 
     @cuda.jit
@@ -228,7 +287,7 @@ def build_flash(config: Config):
                 for number in range(cuda.blockIdx.x, heads * m_blocks, cuda.gridDim.x):
                     head = quotient(number, m_blocks)
                     m_block = number - head * m_blocks
-                    safe, v_amax = verdict(Q_record, K_record, V_record, head, m_block * GROUPS, GROUPS, D, ONE, lane)
+                    safe, v_amax = verdict(Q_record, K_record, V_record, head, m_block * GROUPS, GROUPS, D, lane)
                     safe &= Lk >= FEW_KEYS
                     if lane == 0:
                         unsafe[head, m_block] = not safe
@@ -236,7 +295,7 @@ def build_flash(config: Config):
                             # All are done with Q of the task before.
                             mbarrier_wait(q_read, parity ^ 1)
                             tasks[parity, HEAD], tasks[parity, M_BLOCK] = head, m_block
-                            tasks[parity, V_AMAX] = bits(v_amax)
+                            tasks[parity, V_BITS] = bits(v_amax)
                             # The arrival that expects the bytes of Q releases the words.
                             copy_q(smem, q_full, Q_image[head], m_block)
                             parity ^= 1
@@ -254,7 +313,7 @@ def build_flash(config: Config):
             m = cuda.local.array(ROW_SHAPE, float32)
             l = cuda.local.array(ROW_SHAPE, float32)
             alpha = cuda.local.array(ROW_SHAPE, float32)
-            parts = cuda.local.array(PARTS, int32)
+            parts, v_parts = cuda.local.array(PARTS, int32), cuda.local.array(PARTS, int32)
             q_at = smem + group * TILE_BYTES
             mbarrier_wait(q_full, parity)
             while tasks[parity, HEAD] >= 0:
@@ -263,38 +322,48 @@ def build_flash(config: Config):
                 q_unscale = Q_record[tasks[parity, HEAD], q_tile, UNSCALE]
                 start(acc, m, l)
 
+                # O = alpha O + P V of the tile before, if it is to wait for S = Q K^T, P = 2^(S - m) of this one
+                is_behind = SKIPS and q_tile * GROUP_ROWS >= Lq
                 for n0 in range(0, Lk, K_ROWS):
+                    if OVERLAPS and n0 > 0:
+                        turn = take(v_parts, turn)
                     turn = take(parts, turn)
-                    if SKIPS and q_tile * GROUP_ROWS >= Lq:
+                    if is_behind:
                         # Behind the last row.
-                        skip(ring, q_full, parts, lane == 0)
-                        turn = take(parts, turn)
+                        if OVERLAPS and n0 > 0:
+                            skip(ring, q_full, v_parts, lane == 0)
                         skip(ring, q_full, parts, lane == 0)
                     else:
-                        # S = Q K^T, P = 2^(S - m)
-                        head, v_scale = tasks[parity, HEAD], scales(tasks[parity, V_AMAX])[0]
+                        head, v_scale = tasks[parity, HEAD], scales(tasks[parity, V_BITS])[0]
                         unit = unit_of(q_unscale, K_record[head, n0 // K_ROWS, UNSCALE])
                         peak = peak_of(V_record[head, n0 // K_ROWS, UNSCALE], v_scale)
-                        qk(S, q_at, ring, q_full, parts, lane == 0)
-                        if n0 + K_ROWS >= Lk:
-                            # Q is read: the next one may come.
-                            mbarrier_arrive_expect(q_read, 0)
+                        if OVERLAPS and n0 > 0 and n0 + K_ROWS <= Lk:
+                            both(
+                                acc, left, m, l, alpha, q_at, ring, q_full, v_parts[0], parts[0], unit, peak, lane == 0
+                            )
+                        else:
+                            if OVERLAPS and n0 > 0:
+                                pv(acc, left, alpha, ring, q_full, v_parts, lane == 0)
+                            qk(S, q_at, ring, q_full, parts, lane == 0)
                             if n0 + K_ROWS > Lk:
                                 mask(S, 0, n0, Lk, opaque(lane))
-                        softmax(S, m, l, alpha, unit, peak)
-                        split(left, S)
-
-                        # O = alpha O + P V
-                        turn = take(parts, turn)
-                        pv(acc, left, alpha, ring, q_full, parts, lane == 0)
-                if SKIPS and q_tile * GROUP_ROWS >= Lq:
-                    mbarrier_arrive_expect(q_read, 0)
+                            softmax(S, m, l, alpha, unit, peak)
+                            split(left, S)
+                    if n0 + K_ROWS >= Lk:
+                        # Q is read: the next one may come.
+                        mbarrier_arrive_expect(q_read, 0)
+                    if not OVERLAPS or n0 + K_ROWS >= Lk:
+                        turn = take(v_parts, turn)
+                        if is_behind:
+                            skip(ring, q_full, v_parts, lane == 0)
+                        else:
+                            pv(acc, left, alpha, ring, q_full, v_parts, lane == 0)
 
                 # finish: O = acc / l, lse = m + ln l
                 head, warp, of_lane = tasks[parity, HEAD], opaque(tid) >> 5, opaque(tid) & 31
                 b = quotient(head, H)
                 h, row0 = head - b * H, tasks[parity, M_BLOCK] * BLOCK_M + warp * WARP_ROWS
-                finish(O[b, h], acc, l, scales(tasks[parity, V_AMAX])[1] / PEAK, row0, of_lane, vector)
+                finish(O[b, h], acc, l, scales(tasks[parity, V_BITS])[1] / PEAK, row0, of_lane, vector)
                 store_lse(lse[b, h], m, l, row0, of_lane)
                 parity ^= 1
                 mbarrier_wait(q_full, parity)
@@ -313,4 +382,11 @@ KERNEL = Kernel(
     small_config=small_config,
     launches=launches,
     workspace=workspace,
+)
+OVERLAP = replace(
+    KERNEL,
+    name="flash_split_half_sm90_ahead_overlap",
+    config=overlapping,
+    configs=lambda: (Config(**vars(tiles), overlaps=True) for tiles in OVERLAPPING),
+    small_config=small_overlapping,
 )

@@ -1,0 +1,101 @@
+"""Contract under test: kernels that wait for their measurement in `benchmarks/`.
+
+Tasks that follow each other in a block, rounds whose images lie in two places by turns, tiles whose products overlap.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from math import prod
+from pathlib import Path
+
+import pytest
+
+from numba_attn import sim, testing
+from numba_attn.bench import problems
+from numba_attn.cli import kernel_file
+from numba_attn.images import MAX_WORKSPACE_BYTES
+from numba_attn.launch import compiler
+from numba_attn.problem import H200
+from numba_attn.testing import Case
+
+
+def kernel(name: str):
+    return kernel_file.find(str(Path(__file__).resolve().parents[2] / "benchmarks" / name))[0]
+
+
+AHEAD, OVERLAP = kernel("flash_ahead_sm90.py"), kernel("flash_overlap_sm90.py")
+BOTH = kernel("flash_ahead_sm90.py:OVERLAP")
+
+
+def assert_right(kernel, case: Case, config) -> None:
+    o, lse = sim.attention(*testing.make_inputs(case), **case.kwargs, return_lse=True, kernel=kernel, config=config)
+    testing.assert_accurate(o, lse, *testing.make_inputs(case), **case.kwargs)
+
+
+@pytest.mark.parametrize(
+    ("case", "changes", "flashes"),
+    [
+        (Case(2, 4, 150, 100, 16, 16), {"sms": 2}, 4),
+        (Case(1, 5, 200, 70, 24, 16), {"sms": 2}, 3),
+        (Case(3, 2, 70, 40, 16, 16, poison="k_nan"), {"sms": 2}, 3),
+        (Case(1, 2, 200, 40, 130, 16), {"sms": 2}, 2),
+        (Case(1, 3, 400, 40, 16, 16), {"sms": 3, "groups": 3}, 1),
+    ],
+    ids=str,
+)
+def test_rounds(case, changes, flashes):
+    config = dataclasses.replace(AHEAD.small_config(case.problem), **changes)
+    names = [launch.build.__name__ for launch in AHEAD.launches(case.problem, config)]
+    assert names.count("build_flash") == flashes
+    assert_right(AHEAD, case, config)
+    if case.D < 64:
+        assert_right(BOTH, case, dataclasses.replace(BOTH.small_config(case.problem), **changes))
+
+
+@pytest.mark.parametrize(
+    ("case", "changes"),
+    [
+        (Case(1, 1, 64, 256, 16, 16), {}),
+        (Case(1, 1, 70, 200, 80, 40), {}),
+        (Case(1, 1, 100, 100, 16, 16, is_causal=True), {"groups": 2}),
+        (Case(1, 1, 200, 260, 16, 128, is_causal=True), {"groups": 3, "slots": 3}),
+        (Case(1, 1, 130, 192, 128, 128), {"groups": 2, "o_columns": 128}),
+    ],
+    ids=str,
+)
+def test_overlap(case, changes):
+    assert_right(OVERLAP, case, dataclasses.replace(OVERLAP.small_config(case.problem), **changes))
+
+
+@pytest.mark.parametrize("d", [64, 128, 256])
+def test_images_of_two_rounds_fit(d):
+    problem = problems.parse(f"b32_h32_q512_k512_d{d}_v{d}_fp32_full")
+    config = AHEAD.config(problem, H200)
+    space = AHEAD.workspace(problem, config)
+    assert space["Q_image"].shape[0] == 2
+    assert sum(4 * prod(array.shape) for array in space.values()) <= MAX_WORKSPACE_BYTES
+    split, *launches, rescue = AHEAD.launches(problem, config)
+    assert [split.is_beside, rescue.is_beside] == [False, False]
+    assert [launch.is_beside for launch in launches] == [i % 2 == 1 for i in range(len(launches))]
+    assert all(launch.grid < 132 for launch in launches[:-1:2]) and launches[-1].grid == 132
+
+
+@pytest.mark.parametrize(
+    ("kernel", "config"),
+    [(kernel, config) for kernel in (AHEAD, OVERLAP, BOTH) for config in kernel.configs()],
+    ids=lambda value: getattr(value, "name", None) or f"d{value.d_bucket}",
+)
+def test_registers_that_are_dealt_out_are_there(kernel, config):
+    few, many = config.registers
+    at_start = min(255, 65536 // config.threads // 8 * 8)
+    assert 24 <= few <= at_start <= many <= 240 and few % 8 == many % 8 == 0
+    assert few + config.groups * many <= at_start * (config.groups + 1)
+
+
+@pytest.mark.parametrize("config", [c for c in OVERLAP.configs() if not c.is_causal], ids=lambda c: f"d{c.d_bucket}")
+def test_overlapping_tiles_stay_in_registers(config):
+    d = config.d_bucket
+    problem = problems.parse(f"b4_h16_q4096_k4096_d{d}_v{d}_fp32_full")
+    launch = OVERLAP.launches(problem, config)[1]
+    assert compiler.binary(launch, OVERLAP.workspace(problem, config), "sm_90a").spill_bytes == 0
