@@ -19,8 +19,8 @@ Memory. Images of two rounds: those of round r + 1 are made when all blocks of r
 which read the images that are overwritten. Shared: words of two tasks too. Those of a task are written when all threads
 have arrived at `q_read` in the task before, and so have left the one before that, whose words were in the same place.
 
-Limits. Those of flash_split_half_sm90, without causality. Where heads do not fit twice, or are too few for two rounds,
-batches follow each other in one set of images.
+Limits. Those of flash_split_half_sm90. Under causality, and where heads do not fit twice or are too few for two rounds,
+batches follow each other in one set of images; under causality with a block for each task, heavy ones first.
 """
 
 from __future__ import annotations
@@ -116,7 +116,7 @@ def config(problem: Problem, device: Device) -> Config:
 
 
 def configs():
-    yield from (Config(**vars(config)) for config in apart.configs() if not config.is_causal)
+    yield from (Config(**vars(config)) for config in apart.configs())
 
 
 def small_config(problem: Problem) -> Config:
@@ -130,13 +130,9 @@ def small_overlapping(problem: Problem) -> Config:
 
 def overlapping(problem: Problem, device: Device) -> Config:
     tiles = next((tiles for tiles in OVERLAPPING if tiles.d_bucket >= max(problem.D, problem.Dv)), None)
-    return Config(**vars(tiles), overlaps=True) if tiles else config(problem, device)
-
-
-def supports(problem: Problem, device: Device) -> str | None:
-    if problem.is_causal:
-        return "tasks of one length alone, without causality"
-    return apart.supports(problem, device)
+    if tiles is None:
+        return config(problem, device)
+    return Config(**vars(tiles) | {"is_causal": problem.is_causal}, overlaps=True)
 
 
 @dataclass(frozen=True)
@@ -185,11 +181,12 @@ class Rounds:
 
 
 def rounds(problem: Problem, config: Config) -> Rounds | None:
-    """None where there are no two rounds of whole heads that fill the SMs and whose images fit twice."""
+    """None where there are no two rounds of whole heads that fill the SMs and whose images fit twice, or long tasks of
+    different lengths, which the hardware deals out better."""
     images, heads, H = apart.images(problem, config), problem.B * problem.H, problem.H
     of_head = sum(ITEM_BYTES * prod(space.shape) for space in images._of(1, images.m_blocks).values())
     most = min(MAX_WORKSPACE_BYTES // (2 * of_head), cdiv(heads, ROUNDS))
-    if most * images.m_blocks < LEAST_TASKS * config.sms or heads < 2:
+    if most * images.m_blocks < LEAST_TASKS * config.sms or heads < 2 or config.is_causal:
         return None
     return Rounds(images, cdiv(problem.B, cdiv(problem.B, most // H)) * H if most >= H else cdiv(H, cdiv(H, most)))
 
@@ -216,6 +213,7 @@ def launches(problem: Problem, config: Config) -> tuple[Launch, ...]:
         blocks, steps = batch.heads * batch.m_blocks, cdiv(problem.Lk, K_ROWS) + STEPS_OF_TASK
         cost = next(cost for columns, cost in STEPS_OF_SPLIT.items() if config.d_bucket <= columns)
         own = sms_of_flash(blocks, steps, tiles * cost, config.sms) if tiles else config.sms
+        own = blocks if config.is_causal else own
         return Launch(build_flash, config, args, min(blocks, own), **sizes)
 
     if found:
@@ -254,7 +252,8 @@ def build_flash(config: Config):
     S_SHAPE, O_SHAPE, ROW_SHAPE = (1, K_ROWS // 8, 4), (1, COLUMNS // 8, 4), (1, 2)
     LEFT_SHAPE = (2, K_ROWS // STEP, 4)
     SKIPS = COLUMNS <= 128  # wider ones have no registers for skipping
-    end_of_row = Mask(False).end
+    end_of_row = Mask(config.is_causal).end
+    place = wgmma_tile.place(config.is_causal, 2 * TILE_BYTES)
     few, many = (setmaxnreg(n, more=more) for n, more in zip(config.registers, (False, True), strict=True))
     start_barriers = wgmma_ring.start_barriers(SLOTS, GROUP_WARPS * GROUPS)
     copy_q, feed = wgmma_ring.copy_q(BLOCK_M, COLUMNS), wgmma_ring.feed(COLUMNS, PART, SLOTS)
@@ -285,8 +284,7 @@ def build_flash(config: Config):
             few()
             if tid < CONSUMERS + WARP:
                 for number in range(cuda.blockIdx.x, heads * m_blocks, cuda.gridDim.x):
-                    head = quotient(number, m_blocks)
-                    m_block = number - head * m_blocks
+                    head, m_block = place(number, heads, m_blocks, K_record.shape[1])
                     safe, v_amax = verdict(Q_record, K_record, V_record, head, m_block * GROUPS, GROUPS, D, lane)
                     safe &= Lk >= FEW_KEYS
                     if lane == 0:
@@ -299,7 +297,8 @@ def build_flash(config: Config):
                             # The arrival that expects the bytes of Q releases the words.
                             copy_q(smem, q_full, Q_image[head], m_block)
                             parity ^= 1
-                            tiles = 2 * quotient(Lk + (K_ROWS - 1), K_ROWS)
+                            n_end = end_of_row(first_row + min((m_block + 1) * BLOCK_M, Lq) - 1, Lk)
+                            tiles = 2 * quotient(n_end + (K_ROWS - 1), K_ROWS)
                             turn = feed(ring, q_full, turn, K_image[head], V_image[head], 0, tiles)
                 if lane == 0:
                     mbarrier_wait(q_read, parity ^ 1)
@@ -318,26 +317,26 @@ def build_flash(config: Config):
             mbarrier_wait(q_full, parity)
             while tasks[parity, HEAD] >= 0:
                 # reset m, l, acc
-                q_tile = tasks[parity, M_BLOCK] * GROUPS + group
+                m0, q_tile = tasks[parity, M_BLOCK] * BLOCK_M, tasks[parity, M_BLOCK] * GROUPS + group
                 q_unscale = Q_record[tasks[parity, HEAD], q_tile, UNSCALE]
+                n_end = end_of_row(first_row + min(m0 + BLOCK_M, Lq) - 1, Lk)
+                # Of this group's own rows: none past the last row, fewer under causality; and what counts for all.
+                own0, own_end = q_tile * GROUP_ROWS, n_end
+                if SKIPS:
+                    own_end = end_of_row(first_row + min(own0 + GROUP_ROWS, Lq) - 1, Lk) if own0 < Lq else 0
+                whole_end = end_of_row(first_row + own0, Lk)
                 start(acc, m, l)
 
-                # O = alpha O + P V of the tile before, if it is to wait for S = Q K^T, P = 2^(S - m) of this one
-                is_behind = SKIPS and q_tile * GROUP_ROWS >= Lq
-                for n0 in range(0, Lk, K_ROWS):
+                for n0 in range(0, n_end, K_ROWS):
                     if OVERLAPS and n0 > 0:
                         turn = take(v_parts, turn)
                     turn = take(parts, turn)
-                    if is_behind:
-                        # Behind the last row.
-                        if OVERLAPS and n0 > 0:
-                            skip(ring, q_full, v_parts, lane == 0)
-                        skip(ring, q_full, parts, lane == 0)
-                    else:
+                    if not SKIPS or n0 < own_end:
+                        # S = Q K^T, P = 2^(S - m), and where it waits for that, O = alpha O + P V of the tile before
                         head, v_scale = tasks[parity, HEAD], scales(tasks[parity, V_BITS])[0]
                         unit = unit_of(q_unscale, K_record[head, n0 // K_ROWS, UNSCALE])
                         peak = peak_of(V_record[head, n0 // K_ROWS, UNSCALE], v_scale)
-                        if OVERLAPS and n0 > 0 and n0 + K_ROWS <= Lk:
+                        if OVERLAPS and n0 > 0 and n0 + K_ROWS <= whole_end:
                             both(
                                 acc, left, m, l, alpha, q_at, ring, q_full, v_parts[0], parts[0], unit, peak, lane == 0
                             )
@@ -345,19 +344,28 @@ def build_flash(config: Config):
                             if OVERLAPS and n0 > 0:
                                 pv(acc, left, alpha, ring, q_full, v_parts, lane == 0)
                             qk(S, q_at, ring, q_full, parts, lane == 0)
-                            if n0 + K_ROWS > Lk:
-                                mask(S, 0, n0, Lk, opaque(lane))
+                            if n0 + K_ROWS > whole_end:
+                                row0 = first_row + tasks[parity, M_BLOCK] * BLOCK_M + (opaque(tid) >> 5) * WARP_ROWS
+                                mask(S, row0, n0, Lk, opaque(lane))
                             softmax(S, m, l, alpha, unit, peak)
                             split(left, S)
-                    if n0 + K_ROWS >= Lk:
+                    else:
+                        if OVERLAPS and n0 > 0:
+                            if n0 - K_ROWS < own_end:
+                                pv(acc, left, alpha, ring, q_full, v_parts, lane == 0)
+                            else:
+                                skip(ring, q_full, v_parts, lane == 0)
+                        skip(ring, q_full, parts, lane == 0)
+                    if n0 + K_ROWS >= n_end:
                         # Q is read: the next one may come.
                         mbarrier_arrive_expect(q_read, 0)
-                    if not OVERLAPS or n0 + K_ROWS >= Lk:
+                    if not OVERLAPS or n0 + K_ROWS >= n_end:
+                        # O = alpha O + P V
                         turn = take(v_parts, turn)
-                        if is_behind:
-                            skip(ring, q_full, v_parts, lane == 0)
-                        else:
+                        if not SKIPS or n0 < own_end:
                             pv(acc, left, alpha, ring, q_full, v_parts, lane == 0)
+                        else:
+                            skip(ring, q_full, v_parts, lane == 0)
 
                 # finish: O = acc / l, lse = m + ln l
                 head, warp, of_lane = tasks[parity, HEAD], opaque(tid) >> 5, opaque(tid) & 31
@@ -375,7 +383,7 @@ KERNEL = Kernel(
     name="flash_split_half_sm90_ahead",
     summary="flash_split_half_sm90 by blocks that stay, images of the next heads made beside them",
     accuracy="fp32",
-    supports=supports,
+    supports=apart.supports,
     suits=apart.suits,
     config=config,
     configs=configs,
@@ -387,6 +395,10 @@ OVERLAP = replace(
     KERNEL,
     name="flash_split_half_sm90_ahead_overlap",
     config=overlapping,
-    configs=lambda: (Config(**vars(tiles), overlaps=True) for tiles in OVERLAPPING),
+    configs=lambda: (
+        Config(**vars(tiles) | {"is_causal": is_causal}, overlaps=True)
+        for tiles in OVERLAPPING
+        for is_causal in (False, True)
+    ),
     small_config=small_overlapping,
 )

@@ -68,6 +68,20 @@ def test_overlap(case, changes):
     assert_right(OVERLAP, case, dataclasses.replace(OVERLAP.small_config(case.problem), **changes))
 
 
+@pytest.mark.parametrize("kernel", [AHEAD, BOTH], ids=["ahead", "both"])
+@pytest.mark.parametrize(
+    ("case", "changes"),
+    [
+        (Case(1, 2, 150, 150, 16, 16, is_causal=True), {"groups": 2}),
+        (Case(1, 1, 200, 260, 16, 80, is_causal=True), {"groups": 3}),
+    ],
+    ids=str,
+)
+def test_a_block_for_each_task_under_causality(kernel, case, changes):
+    config = dataclasses.replace(kernel.small_config(case.problem), **changes)
+    assert_right(kernel, case, config)
+
+
 @pytest.mark.parametrize("d", [64, 128, 256])
 def test_images_of_two_rounds_fit(d):
     problem = problems.parse(f"b32_h32_q512_k512_d{d}_v{d}_fp32_full")
