@@ -1,16 +1,20 @@
-"""A candidate beside flash_split_half_sm90: blocks that stay, and images of the next heads made beside them.
+"""Candidates beside flash_split_half_sm90: images of the next heads made beside blocks that stay, overlapping tiles.
 
-    python -m numba_attn check benchmarks/flash_ahead_sm90.py --sim
+    python -m numba_attn check benchmarks/flash_ahead_sm90.py:OVERLAP --sim
     python -m numba_attn bench --kernel benchmarks/flash_ahead_sm90.py --kernel flash_split_half_sm90
 
 At b32 h32 L512 a third of flash_split_half_sm90's time is the split, bound by bytes, and a fifth of the rest stands
-before and behind a block's tiles. What is expected: docs/notes/flash_split_half_sm90.md.
+before and behind a block's tiles; at L4096 a warpgroup waits for each of its products, and only the others keep the
+tensor cores busy meanwhile. What is expected: docs/notes/flash_split_half_sm90.md.
 
-Algorithm. That of flash_split_half_sm90, for heads in rounds:
+Algorithm. That of flash_split_half_sm90, for heads in rounds (KERNEL):
 
     split     the heads of the first round
     flash     one round; beside it, on SMs that it leaves free, the split of the next
     rescue    all heads
+
+OVERLAP has no rounds, and the products of two tiles in flight during the softmax between them (`overlapping_tiles`);
+tiles of which not all keys count are done one product after the other. AHEAD_OVERLAP has both.
 
 Work split. A block has every gridDim-th task, the 64 GROUPS query rows of one head. The warp that copies finds out
 which tasks are safe while those before them are multiplied, and tells the others what to do next.
@@ -19,19 +23,18 @@ Memory. Images of two rounds: those of round r + 1 are made when all blocks of r
 which read the images that are overwritten. Shared: words of two tasks too. Those of a task are written when all threads
 have arrived at `q_read` in the task before, and so have left the one before that, whose words were in the same place.
 
-Limits. Those of flash_split_half_sm90. Under causality, and where heads do not fit twice or are too few for two rounds,
-batches follow each other in one set of images; under causality with a block for each task, heavy ones first.
+Limits. Those of flash_split_half_sm90, and up to 128 columns to overlap. Under causality, and where heads do not fit
+twice or are too few for two rounds, batches follow each other in one set of images.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from itertools import product
 from math import prod
 
-import flash_overlap_sm90
-from flash_overlap_sm90 import TILES as OVERLAPPING
-from flash_overlap_sm90 import advance
 from numba import cuda, float32, int32
+from overlapping_tiles import advance
 
 from numba_attn.device import mma_epilogue, mma_tile, wgmma_ring, wgmma_tile
 from numba_attn.device.mask import Mask
@@ -49,6 +52,7 @@ from numba_attn.device.smem import shared_memory, shared_tile
 from numba_attn.device.softmax import NEG_INF, ONE, ZERO
 from numba_attn.device.split_half import (
     AMAX,
+    BLOCK_COLUMNS,
     EXTREMES,
     K_AMAX,
     K_LEAST,
@@ -94,8 +98,9 @@ STEPS_OF_SPLIT = {64: 0.22, 128: 0.42, 256: 0.4}
 @dataclass(frozen=True)
 class Config(apart.Config):
     sms: int = 132
+    rounds: bool = True
     overlaps: bool = False
-    """See flash_overlap_sm90: up to 128 columns, a tile in one slot."""
+    """A tile in one slot, see `overlapping_tiles`."""
 
     @property
     def smem_bytes(self) -> int:
@@ -111,6 +116,13 @@ class Config(apart.Config):
         return together - many * self.groups, many
 
 
+OVERLAPPING = (
+    Config(32, groups=3, part=64, slots=5, s_chains=1, o_columns=32, products=4, overlaps=True),
+    Config(64, groups=3, part=64, slots=8, s_chains=1, o_columns=64, overlaps=True),
+    Config(128, groups=2, part=128, slots=5, s_chains=2, o_columns=64, overlaps=True),
+)
+
+
 def config(problem: Problem, device: Device) -> Config:
     return Config(**vars(apart.config(problem, device)))
 
@@ -121,18 +133,6 @@ def configs():
 
 def small_config(problem: Problem) -> Config:
     return Config(**vars(apart.small_config(problem)), sms=3)
-
-
-def small_overlapping(problem: Problem) -> Config:
-    small = vars(flash_overlap_sm90.small_config(problem))
-    return Config(**small, sms=3, overlaps=max(problem.D, problem.Dv) <= OVERLAPPING[-1].d_bucket)
-
-
-def overlapping(problem: Problem, device: Device) -> Config:
-    tiles = next((tiles for tiles in OVERLAPPING if tiles.d_bucket >= max(problem.D, problem.Dv)), None)
-    if tiles is None:
-        return config(problem, device)
-    return Config(**vars(tiles) | {"is_causal": problem.is_causal}, overlaps=True)
 
 
 @dataclass(frozen=True)
@@ -180,13 +180,19 @@ class Rounds:
         return (*steps, images._rescue(Batch(heads, images.m_blocks, 0, False, lambda name: name)))
 
 
+def block_per_task(config: Config) -> bool:
+    """Whether there is a block for each task: those of different lengths are dealt out better by the hardware."""
+    return config.is_causal or not config.rounds
+
+
 def rounds(problem: Problem, config: Config) -> Rounds | None:
-    """None where there are no two rounds of whole heads that fill the SMs and whose images fit twice, or long tasks of
-    different lengths, which the hardware deals out better."""
+    """None where there are no two rounds of whole heads that fill the SMs and whose images fit twice."""
+    if block_per_task(config):
+        return None
     images, heads, H = apart.images(problem, config), problem.B * problem.H, problem.H
     of_head = sum(ITEM_BYTES * prod(space.shape) for space in images._of(1, images.m_blocks).values())
     most = min(MAX_WORKSPACE_BYTES // (2 * of_head), cdiv(heads, ROUNDS))
-    if most * images.m_blocks < LEAST_TASKS * config.sms or heads < 2 or config.is_causal:
+    if most * images.m_blocks < LEAST_TASKS * config.sms or heads < 2:
         return None
     return Rounds(images, cdiv(problem.B, cdiv(problem.B, most // H)) * H if most >= H else cdiv(H, cdiv(H, most)))
 
@@ -213,8 +219,7 @@ def launches(problem: Problem, config: Config) -> tuple[Launch, ...]:
         blocks, steps = batch.heads * batch.m_blocks, cdiv(problem.Lk, K_ROWS) + STEPS_OF_TASK
         cost = next(cost for columns, cost in STEPS_OF_SPLIT.items() if config.d_bucket <= columns)
         own = sms_of_flash(blocks, steps, tiles * cost, config.sms) if tiles else config.sms
-        own = blocks if config.is_causal else own
-        return Launch(build_flash, config, args, min(blocks, own), **sizes)
+        return Launch(build_flash, config, args, blocks if block_per_task(config) else min(blocks, own), **sizes)
 
     if found:
         return found.launches(flash)
@@ -229,7 +234,7 @@ def extremes_of(x, i, record, first, tiles, least, lane):
 
 
 @verb
-def verdict(Q_record, K_record, V_record, head, first, tiles, D, lane):
+def verdict_in_turns(Q_record, K_record, V_record, head, first, tiles, D, lane):
     """That of `split_half`, one operand after the other: for a warp that has time and few registers."""
     x = cuda.local.array(EXTREMES, float32)
     for i in range(0, EXTREMES, 2):
@@ -262,7 +267,7 @@ def build_flash(config: Config):
     qk = wgmma_tile.scores(COLUMNS, PART, config.products, SLOTS, config.s_chains)
     mask, softmax = mma_tile.masked(WARP_ROWS, K_ROWS, end_of_row), mma_tile.softmax(WARP_ROWS, K_ROWS)
     split, pv = wgmma_tile.split_left, wgmma_tile.outputs(COLUMNS, PART, SLOTS, config.o_columns)
-    both, OVERLAPS = advance(COLUMNS, config.products, SLOTS, config.o_columns), config.overlaps
+    OVERLAPS, both = config.overlaps, advance(COLUMNS, config.products, SLOTS, config.o_columns)
     finish, store_lse = mma_epilogue.finish_wide(WARP_ROWS, COLUMNS), mma_epilogue.store_lse(WARP_ROWS)
 
     @cuda.jit
@@ -285,7 +290,8 @@ def build_flash(config: Config):
             if tid < CONSUMERS + WARP:
                 for number in range(cuda.blockIdx.x, heads * m_blocks, cuda.gridDim.x):
                     head, m_block = place(number, heads, m_blocks, K_record.shape[1])
-                    safe, v_amax = verdict(Q_record, K_record, V_record, head, m_block * GROUPS, GROUPS, D, lane)
+                    tile = m_block * GROUPS
+                    safe, v_amax = verdict_in_turns(Q_record, K_record, V_record, head, tile, GROUPS, D, lane)
                     safe &= Lk >= FEW_KEYS
                     if lane == 0:
                         unsafe[head, m_block] = not safe
@@ -391,14 +397,30 @@ KERNEL = Kernel(
     launches=launches,
     workspace=workspace,
 )
-OVERLAP = replace(
-    KERNEL,
-    name="flash_split_half_sm90_ahead_overlap",
-    config=overlapping,
-    configs=lambda: (
-        Config(**vars(tiles) | {"is_causal": is_causal}, overlaps=True)
-        for tiles in OVERLAPPING
-        for is_causal in (False, True)
-    ),
-    small_config=small_overlapping,
-)
+
+
+def overlapping(name: str, rounds: bool) -> Kernel:
+    def supports(problem: Problem, device: Device) -> str | None:
+        if max(problem.D, problem.Dv) > OVERLAPPING[-1].d_bucket:
+            most = OVERLAPPING[-1].d_bucket
+            return f"keeps two tiles in registers, up to {most} columns: D={problem.D}, Dv={problem.Dv}"
+        return apart.supports(problem, device)
+
+    def config(problem: Problem, device: Device) -> Config:
+        tiles = next((tiles for tiles in OVERLAPPING if tiles.d_bucket >= max(problem.D, problem.Dv)), OVERLAPPING[-1])
+        return replace(tiles, is_causal=problem.is_causal, rounds=rounds)
+
+    def configs():
+        for tiles, is_causal in product(OVERLAPPING, (False, True)):
+            yield replace(tiles, is_causal=is_causal, rounds=rounds)
+
+    def small_overlapping(problem: Problem) -> Config:
+        small = small_config(problem)
+        wide = padded(small.d_bucket)
+        return replace(small, part=wide, s_chains=wide // BLOCK_COLUMNS, rounds=rounds, overlaps=True)
+
+    of_kernel = {"supports": supports, "config": config, "configs": configs, "small_config": small_overlapping}
+    return replace(KERNEL, name=f"{apart.KERNEL.name}_{name}", **of_kernel)
+
+
+OVERLAP, AHEAD_OVERLAP = overlapping("overlap", rounds=False), overlapping("ahead_overlap", rounds=True)
