@@ -1,7 +1,9 @@
 """Candidates beside flash_split_half_sm90: images of the next heads made beside blocks that stay, overlapping tiles.
 
-    python -m numba_attn check benchmarks/flash_ahead_sm90.py:OVERLAP --sim
+    python -m numba_attn check benchmarks/flash_ahead_sm90.py --sim
     python -m numba_attn bench --kernel benchmarks/flash_ahead_sm90.py --kernel flash_split_half_sm90
+
+`check` has neither rounds nor overlapping tiles, for want of keys and heads: tests/bench/test_candidates.py has both.
 
 At b32 h32 L512 a third of flash_split_half_sm90's time is the split, bound by bytes, and a fifth of the rest stands
 before and behind a block's tiles; at L4096 a warpgroup waits for each of its products, and only the others keep the
@@ -24,7 +26,8 @@ which read the images that are overwritten. Shared: words of two tasks too. Thos
 have arrived at `q_read` in the task before, and so have left the one before that, whose words were in the same place.
 
 Limits. Those of flash_split_half_sm90, and up to 128 columns to overlap. Under causality, and where heads do not fit
-twice or are too few for two rounds, batches follow each other in one set of images.
+twice or are too few for two rounds that fill the SMs, batches follow each other in one set of images. Counts on the 132
+SMs of an H100 or H200.
 """
 
 from __future__ import annotations
@@ -86,9 +89,9 @@ TASKS_BYTES = 32
 HEAD, M_BLOCK, V_BITS = range(3)
 """Words of a task; no head is -1, which ends the round."""
 ROUNDS = 4
-"""At least, of as many heads: the split of the first has nothing to run beside."""
+"""If each then fills the SMs, and more if images do not fit: the split of the first has nothing to run beside."""
 LEAST_TASKS = 2
-"""Of a round, for each SM."""
+"""Of a round but the last, for each SM."""
 STEPS_OF_TASK = 2
 """What stands before and behind the tiles of a task, in tiles of keys."""
 STEPS_OF_SPLIT = {64: 0.22, 128: 0.42, 256: 0.4}
@@ -102,6 +105,11 @@ class Config(apart.Config):
     overlaps: bool = False
     """A tile in one slot, see `overlapping_tiles`."""
 
+    def __post_init__(self):
+        super().__post_init__()
+        if self.overlaps and self.part < padded(self.d_bucket):
+            raise ValueError(f"tiles that overlap lie in one slot: {self.part=} is less than {self.d_bucket=}")
+
     @property
     def smem_bytes(self) -> int:
         """Behind the tiles and the ring's barriers: the one that Q is read, and what the next task is."""
@@ -109,7 +117,7 @@ class Config(apart.Config):
 
     @property
     def registers(self) -> tuple[int, int]:
-        """As for flash_split_half_sm90, but whoever copies also decides what is safe, with what tiles can spare."""
+        """As for flash_split_half_sm90, but whoever copies also decides what is safe, and spills if need be."""
         together = min(240, 65536 // self.threads // 8 * 8) * (self.groups + 1)
         few = 24 if self.d_bucket > 192 else 32 if self.overlaps else 56
         many = min(240, (together - few) // self.groups // 8 * 8)
@@ -186,15 +194,18 @@ def block_per_task(config: Config) -> bool:
 
 
 def rounds(problem: Problem, config: Config) -> Rounds | None:
-    """None where there are no two rounds of whole heads that fill the SMs and whose images fit twice."""
+    """None where no two rounds of whole heads, the last one aside, fill the SMs and have images that fit twice."""
     if block_per_task(config):
         return None
-    images, heads, H = apart.images(problem, config), problem.B * problem.H, problem.H
+    images, B, H = apart.images(problem, config), problem.B, problem.H
     of_head = sum(ITEM_BYTES * prod(space.shape) for space in images._of(1, images.m_blocks).values())
-    most = min(MAX_WORKSPACE_BYTES // (2 * of_head), cdiv(heads, ROUNDS))
-    if most * images.m_blocks < LEAST_TASKS * config.sms or heads < 2:
-        return None
-    return Rounds(images, cdiv(problem.B, cdiv(problem.B, most // H)) * H if most >= H else cdiv(H, cdiv(H, most)))
+    for number in range(ROUNDS, 1, -1):
+        most = min(MAX_WORKSPACE_BYTES // (2 * of_head), cdiv(B * H, number))
+        if most:
+            heads = cdiv(B, cdiv(B, most // H)) * H if most >= H else cdiv(H, cdiv(H, most))
+            if heads < B * H and heads * images.m_blocks >= LEAST_TASKS * config.sms:
+                return Rounds(images, heads)
+    return None
 
 
 def sms_of_flash(tasks: int, steps: int, of_split: float, sms: int) -> int:
@@ -419,8 +430,9 @@ def overlapping(name: str, rounds: bool) -> Kernel:
         wide = padded(small.d_bucket)
         return replace(small, part=wide, s_chains=wide // BLOCK_COLUMNS, rounds=rounds, overlaps=True)
 
+    summary = f"{apart.KERNEL.name} with the products of two tiles in flight during the softmax between them"
     of_kernel = {"supports": supports, "config": config, "configs": configs, "small_config": small_overlapping}
-    return replace(KERNEL, name=f"{apart.KERNEL.name}_{name}", **of_kernel)
+    return replace(KERNEL, name=f"{apart.KERNEL.name}_{name}", summary=summary, **of_kernel)
 
 
 OVERLAP, AHEAD_OVERLAP = overlapping("overlap", rounds=False), overlapping("ahead_overlap", rounds=True)

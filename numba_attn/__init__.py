@@ -17,6 +17,8 @@ __version__ = versions.version("numba-attn") or "0+unknown"
 __all__ = ["KERNELS", "attention", "explain", "scaled_dot_product_attention"]
 _MODULES = ("reference", "sim", "testing")
 
+_problem = versions.package_problem()
+
 
 def __getattr__(name: str):
     """Loads what is asked for at its first use: Numba's import is most of a second, and not all need it."""
@@ -24,8 +26,8 @@ def __getattr__(name: str):
         return import_module(f"numba_attn.{name}")
     if name in __all__:
         # Not at import: `python -m numba_attn info` must be able to tell.
-        if problem := versions.package_problem():
-            raise ImportError(problem)
+        if _problem is not None:
+            raise ImportError(_problem)
         value = getattr(import_module("numba_attn.kernels" if name == "KERNELS" else "numba_attn.api"), name)
         globals()[name] = value
         return value

@@ -90,7 +90,8 @@ class Launch:
     """Blocks that an SM must be able to hold: bounds the registers of a thread."""
     is_beside: bool = False
     """Starts where the launch before leaves SMs free, once all blocks of that have called `let_next_launch_start`, and
-    ends after it (`wait_for_launch_before`). The two share no array that either writes. From compute capability 9.0."""
+    ends after it (`wait_for_launch_before`). The two share no part of an array that either writes. From compute
+    capability 9.0."""
 
 
 def grids(steps: Iterable[Launch | Matmul]) -> tuple[Launch, ...]:

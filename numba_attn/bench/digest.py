@@ -81,7 +81,7 @@ def _is_docstring(node) -> bool:
 
 
 def imported(source: str, path: Path, package: Path) -> Iterator[Path]:
-    """Files of the package's modules that a source imports."""
+    """Files of the package's modules that a source imports; a file outside it may import its neighbours too."""
     for node in ast.walk(ast.parse(source)):
         if isinstance(node, ast.Import):
             names = [alias.name.split(".") for alias in node.names]
@@ -99,6 +99,8 @@ def imported(source: str, path: Path, package: Path) -> Iterator[Path]:
                 file = package.joinpath(*rest)
                 candidates = file.with_suffix(".py"), file / "__init__.py"
                 yield from (candidate for candidate in candidates if candidate.is_file())
+            elif not path.is_relative_to(package) and (file := path.with_name(f"{root}.py")).is_file():
+                yield file
 
 
 def described(value) -> str:

@@ -92,6 +92,12 @@ def test_relative_imports_and_files_outside_the_package(package, tmp_path):
     mine = tmp_path / "mine.py"
     mine.write_text("import numba_attn.device.mask\nimport os.path\nfrom . import other\n")
     assert set(digest.trees(mine, package)) == {"mine.py", "device/mask.py", "device/verb.py", "tensor.py"}
+    beside = mine.with_name("beside.py")
+    beside.write_text("import math\nX = 1\n")
+    mine.write_text(mine.read_text() + "from beside import X\n")
+    before = digest.trees(mine, package)
+    beside.write_text("import math\nX = 2\n")
+    assert "beside.py" in before and digest.trees(mine, package) != before
 
 
 def test_all_of_our_modules_that_a_kernel_loads_are_reached():
