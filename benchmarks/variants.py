@@ -26,16 +26,4 @@ def variant(kernel: Kernel, name: str, small: dict | None = None, **changes) -> 
 
 
 APART = variant(unfused_split_half_sm90.KERNEL, "apart", beside=False)
-TWO_BLOCKS_D64 = variant(
-    replace(
-        flash_split_half_sm90.KERNEL,
-        supports=lambda problem, device: (
-            "head dims up to 64" if max(problem.D, problem.Dv) > 64 else flash_split_half_sm90.supports(problem, device)
-        ),
-        configs=lambda: (config for config in flash_split_half_sm90.configs() if config.d_bucket == 64),
-    ),
-    "two_blocks_d64",
-    small={"groups": 2},
-    **{"d_bucket": 64, "groups": 2, "slots": 4, "o_columns": 64, "products": 3, "blocks": 2},
-)
-PING_PONG = variant(flash_split_half_sm90.KERNEL, "ping_pong", small={"groups": 2, "ping_pong": True}, ping_pong=True)
+ANY_TURN = variant(flash_split_half_sm90.KERNEL, "any_turn", small={"groups": 2}, ping_pong=False)

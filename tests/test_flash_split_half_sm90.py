@@ -36,12 +36,11 @@ def test_sizes_that_do_not_divide(changes):
         dataclasses.replace(Config(128, groups=2, part=128, slots=4, s_chains=1, o_columns=64), **changes)
 
 
-@pytest.mark.parametrize("blocks", [1, 2])
 @pytest.mark.parametrize("groups", [2, 3])
-def test_registers_that_are_dealt_out_are_there(groups, blocks):
-    config = Config(64, groups=groups, part=64, slots=4, s_chains=1, o_columns=64, blocks=blocks)
+def test_registers_that_are_dealt_out_are_there(groups):
+    config = Config(64, groups=groups, part=64, slots=4, s_chains=1, o_columns=64)
     few, many = config.registers
-    at_start = min(255, 65536 // (blocks * config.threads) // 8 * 8)
+    at_start = min(255, 65536 // config.threads // 8 * 8)
     assert 24 <= few <= at_start <= many <= 240 and few % 8 == many % 8 == 0
     assert few + groups * many <= at_start * (groups + 1)
 

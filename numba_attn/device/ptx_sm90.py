@@ -10,7 +10,7 @@ from numba_attn.device.ptx import F32, VOID, emit
 from numba_attn.device.verb import twin_of
 
 
-def emit_wgmma(builder, columns: int, chains: list, *, wait: bool):
+def emit_wgmma(builder, columns: int, chains: list, *, wait: bool, uniform: bool):
     """`wgmma.mma_async.sync.aligned.m64n{columns}k16.f32.f16.f16` (sm_90a): fp16 products summed in fp32, from zero.
 
     chains: one or several lists of (left, right), issued in this order; each list makes one sum of 64 x `columns`.
@@ -18,10 +18,13 @@ def emit_wgmma(builder, columns: int, chains: list, *, wait: bool):
     + `low` and the high word `high`; left: the same, or four 32-bit registers. Returns columns / 2 fp32 for each chain.
     See `wgmma_fragments`. All 128 threads of a warpgroup must be there.
 
+    uniform: by a reduction (`redux`) the compiler knows addresses as one number for the warp, and a descriptor takes
+    one addition of uniform registers; else each is made in every lane, and handed over (R2UR).
+
     One statement, so that nothing moves into it. Without `wait` the sums, and left registers, may not be touched before
     `emit_wgmma_wait`.
     """
-    inputs, numbers, n_sums = [], {}, len(chains) * columns // 2
+    inputs, numbers, firsts, n_sums = [], {}, {}, len(chains) * columns // 2
 
     def number(value) -> str:
         if id(value) not in numbers:
@@ -29,9 +32,18 @@ def emit_wgmma(builder, columns: int, chains: list, *, wait: bool):
             inputs.append(value)
         return f"${numbers[id(value)]}"
 
+    def address(first) -> str:
+        if not uniform:
+            return number(first)
+        if id(first) not in firsts:
+            firsts[id(first)] = f"first{len(firsts)}"
+            lines.insert(1, f".reg .b32 {firsts[id(first)]};")
+            lines.append(f"redux.sync.or.b32 {firsts[id(first)]}, {number(first)}, 0xffffffff;")
+        return firsts[id(first)]
+
     def descriptor(name: str, matrix) -> str:
         first, low, high, _ = matrix
-        lines.append(f"add.u32 low, {number(first)}, {low};")
+        lines.append(f"add.u32 low, {address(first)}, {low};")
         lines.append(f"mov.b64 {name}, {{low, {high}}};")
         return name
 

@@ -18,7 +18,7 @@ decides that (`AMAX` ..), and `is_safe` holds for a block of rows of Q against a
   - every number is finite;
   - D >= 16: a score of few products has few rounding errors in fp32, fewer than halves bring along;
   - D max|Q| max|K| <= 2^11, Q being scaled: what is lost of that is less than a rounding of the score's exponential;
-    or else most elements of each row of Q and K reach 2^-6 of the largest one, so that many large ones meet in each
+    or else most elements of each row of Q and K reach 2^-7 of the largest one, so that many large ones meet in each
     score, and its rounding errors in fp32 are larger than what was lost;
   - no row of V but zero rows is smaller than 2^-12 of the largest: P is split together with its tile's scale.
 
@@ -58,9 +58,9 @@ AMAX, LEVEL, ROW_MIN, UNSCALE = range(4)
 the elements of each row but zero rows reach, 0 if there is none; the largest magnitude of the smallest row but zero
 rows; 2^-e."""
 RECORD = 4
-DENSE = np.float32(2.0**-4)
+DENSE = np.float32(2.0**-5)
 """Of a tile's largest magnitude: what more than half of a row must reach for LEVEL to be that."""
-Q_LEVEL, K_LEVEL, V_SPREAD = np.float32(2.0**-6), np.float32(2.0**-6), np.float32(2.0**-12)
+Q_LEVEL, K_LEVEL, V_SPREAD = np.float32(2.0**-7), np.float32(2.0**-7), np.float32(2.0**-12)
 MAX_SCORE = np.float32(2.0**11)
 SLACK = {1: np.float32(2.0**12), 2: np.float32(1)}
 """By halves: how much larger what is lost may be."""

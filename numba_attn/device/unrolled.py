@@ -123,10 +123,11 @@ class _Emitter:
         operands = ([of(x, kind) for x in operand] for operand, kind in ((a, I32), (b, I32), (c, F32)))
         return [Value(self, register) for register in ptx.emit_mma_m16n8k16(self.builder, *operands)]
 
-    def wgmma(self, columns: int, chains: list, *, wait: bool = True) -> list:
+    def wgmma(self, columns: int, chains: list, *, wait: bool = True, uniform: bool = True) -> list:
         """For each chain of (left, right) the registers of the sum of left @ right, see `wgmma_fragments`.
 
-        right, and left where it is no list of registers: a `Matrix`. Without `wait`, `wgmma_wait` must follow.
+        right, and left where it is no list of registers: a `Matrix`. Without `wait`, `wgmma_wait` must follow. uniform:
+        whether addresses are found in uniform registers.
         """
 
         def plain(operand):
@@ -138,7 +139,7 @@ class _Emitter:
 
         firsts = {}
         chains = [[(plain(left), plain(right)) for left, right in chain] for chain in chains]
-        sums = ptx_sm90.emit_wgmma(self.builder, columns, chains, wait=wait)
+        sums = ptx_sm90.emit_wgmma(self.builder, columns, chains, wait=wait, uniform=uniform)
         return [[Value(self, register) for register in registers] for registers in sums]
 
     def wgmma_wait(self, pending: int, sums: list, registers: list) -> list:

@@ -66,7 +66,6 @@ class Config:
     s_chains: int  # sums of 64 columns of S that are issued together
     o_columns: int  # columns of O that are summed together
     products: int = 3  # for Q K^T: the fourth, lo lo, shows beside the rounding errors of very short sums only
-    blocks: int = 1  # an SM: one multiplies while another begins or ends
     ping_pong: bool = False  # warpgroups take turns at Q K^T: one multiplies while another exponentiates
     is_causal: bool = False
 
@@ -97,15 +96,16 @@ class Config:
     @property
     def registers(self) -> tuple[int, int]:
         """Of a thread that copies, and of one that multiplies: together what the block starts with, or it hangs."""
-        together = min(240, 65536 // (self.blocks * self.threads) // 8 * 8) * (self.groups + 1)
+        together = min(240, 65536 // self.threads // 8 * 8) * (self.groups + 1)
         many = min(240 if self.d_bucket > 192 else 232, (together - 24) // self.groups // 8 * 8)
         return together - many * self.groups, many
 
 
 TILES = (
-    Config(32, groups=3, part=64, slots=4, s_chains=1, o_columns=32, products=4),
-    Config(64, groups=3, part=64, slots=8, s_chains=1, o_columns=64),
-    Config(128, groups=2, part=128, slots=5, s_chains=2, o_columns=128),
+    Config(32, groups=3, part=64, slots=4, s_chains=1, o_columns=32, products=4, ping_pong=True),
+    Config(64, groups=3, part=64, slots=8, s_chains=1, o_columns=64, ping_pong=True),
+    Config(96, groups=3, part=128, slots=4, s_chains=2, o_columns=64, ping_pong=True),
+    Config(128, groups=3, part=128, slots=4, s_chains=2, o_columns=64, ping_pong=True),
     Config(192, groups=2, part=64, slots=8, s_chains=1, o_columns=64),
     Config(256, groups=2, part=128, slots=3, s_chains=1, o_columns=64),
 )
@@ -151,7 +151,7 @@ def workspace(problem: Problem, config: Config) -> dict[str, Workspace]:
 
 
 def launches(problem: Problem, config: Config) -> tuple[Launch, ...]:
-    sizes = {"threads": config.threads, "smem_bytes": config.smem_bytes, "min_blocks": config.blocks}
+    sizes = {"threads": config.threads, "smem_bytes": config.smem_bytes}
     return images(problem, config).launches_around(build_flash, config, more=(problem.vector,), **sizes)
 
 
