@@ -13,7 +13,7 @@ from math import prod
 
 from numba_attn.device.math import cdiv
 from numba_attn.device.rescue_kernel import MOST_BLOCKS, RescueConfig, build_rescue
-from numba_attn.device.split_half import FEW_COLUMNS, RECORD, image_words, padded
+from numba_attn.device.split_half import FEW_COLUMNS, RECORD, image_words, padded, units_of
 from numba_attn.device.split_kernel import build_split
 from numba_attn.device.split_tile import SplitConfig
 from numba_attn.kernel import Launch, Part, Workspace
@@ -139,11 +139,11 @@ class ImageBatches:
     def _split(self, batch: Batch, operands: str, is_beside: bool = False) -> Launch:
         """Some of the operands QKV that follow each other."""
         vector, tiles = 4 if self.problem.vector == 4 else 1, TILES_BESIDE if is_beside else 1
-        config = SplitConfig(self.rows, padded(self.columns), vector, self.lost, self.halves, tiles, is_beside)
+        config = SplitConfig(self.rows, padded(self.columns), vector, self.halves, tiles, is_beside)
         blocks = {name: batch.heads * cdiv(self.tiles(name, batch.m_blocks), tiles) for name in "QKV"}
         # Whoever splits V alone skips the blocks of Q and K.
         first = sum(blocks[name] for name in "QKV"[: "QKV".index(operands[0])])
-        args = (*batch.parts("Q", "K", "V", *IMAGES, *RECORDS), "scale", first)
+        args = (*batch.parts("Q", "K", "V", *IMAGES, *RECORDS), "scale", units_of(self.lost), first)
         bounds = {"min_blocks": config.min_blocks, "is_beside": is_beside}
         return Launch(build_split, config, args, sum(blocks[name] for name in operands), config.threads, **bounds)
 

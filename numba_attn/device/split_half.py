@@ -106,16 +106,20 @@ def unit_of(q_unscale, k_unscale):
     return max(q_unscale * k_unscale, LOWEST)
 
 
-def of_log2e(lost: float):
-    """The verb `factor(scale)`: (hi, lo) of scale log2(e) (1 + lost)."""
-    rest = np.float32(LOG2E_64 * (1 + lost) - float(LOG2E))
+LOST_UNIT = np.float32(2.0**-48)
+LOG2E_REST = np.float32(LOG2E_64 - float(LOG2E))
 
-    @verb
-    def factor(scale):
-        hi = scale * LOG2E
-        return hi, fma(scale, rest, fma(scale, LOG2E, -hi))
 
-    return factor
+def units_of(lost: float) -> int:
+    """As kernels are given it: an integer, that their machine code does not depend on."""
+    return round(lost / float(LOST_UNIT))
+
+
+@verb
+def of_log2e(scale, lost):
+    """(hi, lo) of scale log2(e) (1 + lost); lost: in `units_of`."""
+    hi, rest = scale * LOG2E, fma(LOG2E, float32(lost) * LOST_UNIT, LOG2E_REST)
+    return hi, fma(scale, rest, fma(scale, LOG2E, -hi))
 
 
 @verb

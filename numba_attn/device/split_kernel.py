@@ -56,18 +56,18 @@ def locate(block, of_block, Q, K, V, Q_image, K_image, V_image, Q_record, K_reco
 
 
 def build_split(config: SplitConfig):
-    """`split_halves(Q, K, V, Q_image, .., V_record, scale, first)`: tiles of blocks from `first` on, see `locate`.
+    """`split_halves(Q, K, V, Q_image, .., V_record, scale, lost, first)`: tiles of blocks from `first` on (`locate`).
 
-    Q is taken times scale log2(e) (1 + lost).
+    Q is taken times scale log2(e) (1 + lost), see `of_log2e`.
     """
     ROWS, COLUMNS, LANES, TURNS, WARPS = config.rows, config.columns, config.lanes, config.turns, config.threads // WARP
     X_SHAPE, TILE_WORDS = (TURNS, CHUNK * config.chunks), image_words(ROWS, COLUMNS, config.halves)
     load, write, word = load_tile(config), write_image(config), image_word(ROWS)
-    (of_rows, of_warps, smallest, sums_of_rows), factor = over_lanes_of(config), of_log2e(config.lost)
+    of_rows, of_warps, smallest, sums_of_rows = over_lanes_of(config)
     PEAKS, TILES, IS_BESIDE = TURNS + 1, config.tiles, config.is_beside
 
     @cuda.jit
-    def split_halves(Q, K, V, Q_image, K_image, V_image, Q_record, K_record, V_record, scale, first):
+    def split_halves(Q, K, V, Q_image, K_image, V_image, Q_record, K_record, V_record, scale, lost, first):
         # who am I: block -> operand, head, tiles; LANES neighbours -> every STEP-th row
         X, image, record, head, tile, is_q = locate(
             first + cuda.blockIdx.x, TILES, Q, K, V, Q_image, K_image, V_image, Q_record, K_record, V_record
@@ -76,7 +76,7 @@ def build_split(config: SplitConfig):
         chunk, row, warp = tid & (LANES - 1), quotient(tid, LANES), quotient(tid, WARP)
         times, rest = ONE, ZERO
         if is_q:
-            times, rest = factor(scale)
+            times, rest = of_log2e(scale, lost)
         slabs = quotient(D + (COLUMNS - 1), COLUMNS)
         b, row_tile = quotient(head, H), quotient(tile, slabs)
         row0, col0 = int32(row_tile * ROWS), int32((tile - row_tile * slabs) * COLUMNS)

@@ -25,8 +25,6 @@ class SplitConfig:
     rows: int
     columns: int
     vector: int
-    lost: float = 0.0
-    """Of a sum of Q K^T, see `mma_tile.lost_by_scores`."""
     halves: int = 2
     tiles: int = 1
     """Of one operand of a head, that a block splits one after the other."""

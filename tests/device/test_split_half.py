@@ -287,12 +287,12 @@ def test_split_of_a_factor_of_two_parts(run):
 
 @pytest.mark.parametrize("lost", [0.0, 2.0**-23, 2.0**-18])
 def test_of_log2e(run, lost):
-    factor = sh.of_log2e(lost)
+    units = sh.units_of(lost)
 
     @cuda.jit
     def kernel(A, O):
         t = cuda.threadIdx.x
-        O[t, 0], O[t, 1] = factor(A[t])
+        O[t, 0], O[t, 1] = sh.of_log2e(A[t], units)
 
     A, O = randn(32), nans(32, 2)
     A[:4] = [0.125, 1e30, 1e-30, 0]
@@ -322,8 +322,8 @@ def split_tiles(
     tiles[0] = q_tiles or tiles[0]
     images = [np.full((heads, n * sh.image_words(rows, columns, halves)), 0xFFFFFFFF, np.uint32) for n in tiles]
     records = [nans(heads, n, sh.RECORD) for n in tiles]
-    config = SplitConfig(rows, columns, vector, lost, halves, of_block)
-    arguments = (Q, K, V, *images, *records, np.float32(scale), 0)
+    config = SplitConfig(rows, columns, vector, halves, of_block)
+    arguments = (Q, K, V, *images, *records, np.float32(scale), sh.units_of(lost), 0)
     run(build_split(config), *arguments, threads=config.threads, grid=heads * sum(-(-n // of_block) for n in tiles))
     return [image.reshape(heads, n, -1) for image, n in zip(images, tiles, strict=True)], records
 
