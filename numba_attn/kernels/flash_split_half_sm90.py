@@ -101,6 +101,7 @@ class Config:
         return together - many * self.groups, many
 
 
+# Up to 128 columns three warpgroups share what is copied, and take turns; wider ones have no registers for a third.
 TILES = (
     Config(32, groups=3, part=64, slots=4, s_chains=1, o_columns=32, products=4, ping_pong=True),
     Config(64, groups=3, part=64, slots=8, s_chains=1, o_columns=64, ping_pong=True),
