@@ -26,4 +26,17 @@ def variant(kernel: Kernel, name: str, small: dict | None = None, **changes) -> 
 
 
 APART = variant(unfused_split_half_sm90.KERNEL, "apart", beside=False)
-ANY_TURN = variant(flash_split_half_sm90.KERNEL, "any_turn", small={"groups": 2}, ping_pong=False)
+ANY_TURN = variant(
+    replace(
+        flash_split_half_sm90.KERNEL,
+        supports=lambda problem, device: (
+            "head dims above 128 take no turns"
+            if max(problem.D, problem.Dv) > 128
+            else flash_split_half_sm90.supports(problem, device)
+        ),
+        configs=lambda: (config for config in flash_split_half_sm90.configs() if config.ping_pong),
+    ),
+    "any_turn",
+    small={"groups": 2},
+    ping_pong=False,
+)

@@ -18,6 +18,11 @@ from numba_attn.testing import Case
         (Case(1, 2, 150, 150, 16, 16, is_causal=True), {"groups": 2}),
         (Case(1, 2, 150, 200, 16, 70, is_causal=True), {"groups": 2, "ping_pong": True}),
         (Case(1, 3, 200, 100, 16, 16), {"groups": 3, "ping_pong": True, "slots": 2}),
+        # three groups in turns, tiles of 96 columns in slots of 128
+        (
+            Case(1, 1, 130, 70, 80, 96, is_causal=True),
+            {"groups": 3, "ping_pong": True, "part": 128, "slots": 4, "s_chains": 2},
+        ),
         (Case(1, 2, 70, 100, 130, 16), {"part": 192, "o_columns": 192, "s_chains": 3}),
         (Case(1, 1, 20, 200, 16, 130), {"part": 192, "slots": 2}),  # several sums from one slot
         (Case(1, 2, 5, 70, 16, 16, poison="k_nan"), {"groups": 2}),

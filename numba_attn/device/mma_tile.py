@@ -61,16 +61,21 @@ LOST_ONCE = 0.72 * 2.0**-24
 """What a sum loses by one truncation to 24 bits, relative to it: half an ulp, averaged over mantissas."""
 
 
-def lost_by_scores(columns: int, chain: int) -> float:
+def lost_by_scores(columns: int, chain: int, small_first: bool | None = None) -> float:
     """What a sum of `scores` loses by truncation, on average, relative to it: the factor of Q makes up for it.
 
     It is truncated at the size of each of its partial sums: after each product of hi and hi, and, unless all small
-    products come first, after two small ones on top of it. Sums of O are left as they are: one key that has all the
-    weight loses nothing.
+    products come first, as they do in short sums, after two small ones on top of it. Sums of O are left as they are:
+    one key that has all the weight loses nothing.
     """
-    steps = min(chain, -(-columns // K))
-    large, small = sum(range(1, steps + 1)), 0 if columns <= SHORT else 2 * sum(range(steps))
-    return LOST_ONCE * (large + small) / steps
+    steps, small_first = -(-columns // K), columns <= SHORT if small_first is None else small_first
+
+    def truncations(n: int) -> int:
+        """Of a sum of n steps, in sizes of one step."""
+        return sum(range(1, n + 1)) + (0 if small_first else 2 * sum(range(n)))
+
+    whole, rest = divmod(steps, chain)
+    return LOST_ONCE * ((whole * truncations(chain) + truncations(rest)) / steps)
 
 
 SMALL_FIRST = ((1, 1), (1, 0), (0, 1), (0, 0))

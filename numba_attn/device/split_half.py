@@ -70,6 +70,9 @@ LEAST_RATIO = np.float32(2.0**-100)
 LOWEST = np.float32(2.0**-126)
 FEW_COLUMNS = 16
 LOG2E_64 = float(np.log2(np.e))
+LOG2E_REST = np.float32(LOG2E_64 - float(LOG2E))
+LOST_UNIT = np.float32(2.0**-48)
+"""Of what sums lose, where a kernel is given it as an integer: up to 2^-17."""
 
 
 def padded(columns: int) -> int:
@@ -104,10 +107,6 @@ def scales(peak):
 def unit_of(q_unscale, k_unscale):
     """The power of two that makes exponents of 2 of the products of two tiles; not 0, so that 0 times inf is 0."""
     return max(q_unscale * k_unscale, LOWEST)
-
-
-LOST_UNIT = np.float32(2.0**-48)
-LOG2E_REST = np.float32(LOG2E_64 - float(LOG2E))
 
 
 def units_of(lost: float) -> int:

@@ -108,8 +108,7 @@ def claim(slots: int, slot_bytes: int):
 def feed(columns: int, part: int, slots: int):
     """The verb `feed(ring, barriers, turn, gK, gV, first, last)`: K and V by one thread, as slots become free.
 
-    Tiles first .. last - 1 of those of K and V in turns: 2 t is tile t of K, 2 t + 1 of V. gK, gV: images; returns the
-    turn after the last part.
+    Tiles first .. last - 1 of those of K and V in turns: 2 t is tile t of K, 2 t + 1 of V. gK, gV: images.
     """
     parts, slot_bytes = padded(columns) // part, 2 * plane_bytes(GROUP_ROWS, part)
     following, claim_slot, copy = ring(slots), claim(slots, slot_bytes), copy_part(GROUP_ROWS, columns, part)
@@ -121,7 +120,6 @@ def feed(columns: int, part: int, slots: int):
                 slot, barrier = claim_slot(ring, barriers, turn)
                 copy(slot, gV if tile & 1 else gK, tile >> 1, p, barrier)
                 turn = following(turn)
-        return turn
 
     return feed
 

@@ -18,7 +18,8 @@ Algorithm. Three launches:
 
 Work split. One block for 64 GROUPS query rows of a head. A warpgroup owns 64 rows; one thread of the last one copies Q
 and, tile by tile, K and V into a ring of SLOTS slots. Q has a barrier, each slot two: full (the bytes are there) and
-read (all warps are done with them).
+read (all warps are done with them). Up to 128 columns warpgroups take turns at Q K^T: while one multiplies, others
+exponentiate.
 
 Memory. Images take the bytes of Q, K and V again. Their rows have PADDED columns, those of the config's d_bucket in
 whole 64s. Shared: 256 GROUPS PADDED bytes for Q, 256 PART for each slot. Registers a thread: COLUMNS / 2 for O,
@@ -143,7 +144,7 @@ def small_config(problem: Problem) -> Config:
 
 
 def images(problem: Problem, config: Config) -> ImageBatches:
-    lost = mma_tile.lost_by_scores(min(GROUP_ROWS, config.d_bucket), GROUP_ROWS // STEP)
+    lost = mma_tile.lost_by_scores(config.d_bucket, GROUP_ROWS // STEP, small_first=True)
     return ImageBatches(problem, K_ROWS, config.d_bucket, config.block_m, lost=lost)
 
 

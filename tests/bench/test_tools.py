@@ -294,3 +294,9 @@ def test_variants_are_kernels_that_differ_from_the_chosen(name):
     assert code_digest(kernel, case.problem, H200) != code_digest(original, case.problem, H200)
     o, lse = sim.attention(*testing.make_inputs(case), return_lse=True, kernel=kernel)
     testing.assert_accurate(o, lse, *testing.make_inputs(case))
+
+
+def test_a_variant_for_some_head_dims_says_so():
+    wide = parse("b1_h1_q100_k100_d129")
+    assert variants.ANY_TURN.supports(wide, H200) == "head dims above 128 take no turns"
+    assert variants.APART.supports(wide, H200) is None

@@ -187,7 +187,8 @@ def test_store_lse(run):
 
 
 @pytest.mark.parametrize(
-    ("columns", "chain", "truncations"), [(16, 2, 1), (64, 2, 1.5), (64, 4, 2.5), (96, 2, 2.5), (256, 4, 5.5)]
+    ("columns", "chain", "truncations"),
+    [(16, 2, 1), (64, 2, 1.5), (64, 4, 2.5), (96, 2, 2.5), (96, 4, 4.5), (256, 4, 5.5)],
 )
 def test_what_truncation_takes_off_is_made_up_for(run, columns, chain, truncations):
     """Sums of positive numbers come out too small, by what `lost` says of their mean within half of it."""

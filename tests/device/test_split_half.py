@@ -396,7 +396,7 @@ def test_images_of_scaled_queries(run):
     times = np.float32(-0.3) * LOG2E
     (q_image, k_image, _), (q_record, k_record, _) = split_tiles(run, Q, K, V, 16, 16, 4, scale=-0.3, lost=2.0**-20)
     amax, level = np.abs(Q).max() * -times, np.abs(Q).max() * np.float32(2.0**-5) * -times
-    dense = np.all(np.sum(np.abs(Q[0, 0]) >= np.abs(Q).max() / 16, axis=1) > 8)
+    dense = np.all(np.sum(np.abs(Q[0, 0]) >= np.abs(Q).max() * np.float32(2.0**-5), axis=1) > 8)
     np.testing.assert_array_equal(q_record[0, 0, :2], [amax, level if dense else 0])
     up = 1 / q_record[0, 0, sh.UNSCALE]
     assert 2**14 <= amax * up < 2**15
