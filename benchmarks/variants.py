@@ -12,6 +12,7 @@ from dataclasses import replace
 
 from numba_attn.kernel import Kernel
 from numba_attn.kernels import flash_split_half_sm90, unfused_split_half_sm90
+from numba_attn.problem import Device, Problem
 
 
 def variant(kernel: Kernel, name: str, small: dict | None = None, **changes) -> Kernel:
@@ -26,17 +27,24 @@ def variant(kernel: Kernel, name: str, small: dict | None = None, **changes) -> 
 
 
 APART = variant(unfused_split_half_sm90.KERNEL, "apart", beside=False)
-ANY_TURN = variant(
-    replace(
-        flash_split_half_sm90.KERNEL,
-        supports=lambda problem, device: (
-            "head dims above 128 take no turns"
-            if max(problem.D, problem.Dv) > 128
-            else flash_split_half_sm90.supports(problem, device)
-        ),
-        configs=lambda: (config for config in flash_split_half_sm90.configs() if config.ping_pong),
-    ),
-    "any_turn",
-    small={"groups": 2},
-    ping_pong=False,
-)
+
+
+def up_to(columns: int) -> Kernel:
+    """flash_split_half_sm90, for head dims up to so many columns."""
+
+    def supports(problem: Problem, device: Device) -> str | None:
+        if max(problem.D, problem.Dv) > columns:
+            return f"for head dims up to {columns}"
+        return flash_split_half_sm90.supports(problem, device)
+
+    def configs():
+        return (config for config in flash_split_half_sm90.configs() if config.d_bucket <= columns)
+
+    return replace(flash_split_half_sm90.KERNEL, supports=supports, configs=configs)
+
+
+ANY_TURN = variant(up_to(128), "any_turn", small={"groups": 2}, ping_pong=False)
+WIDE = {"groups": 2, "s_chains": 1, "ping_pong": False, "k_rows": 128}
+KEYS_128_D64 = variant(up_to(64), "keys_128_d64", small=WIDE, d_bucket=64, part=64, slots=6, o_columns=64, **WIDE)
+KEYS_128_D128 = variant(up_to(128), "keys_128_d128", small=WIDE, d_bucket=128, part=128, slots=2, o_columns=64, **WIDE)
+"""Tiles of 128 keys: Q is read from shared memory half as often."""

@@ -18,12 +18,11 @@ Algorithm. Three launches:
 
 Work split. One block for 64 GROUPS query rows of a head. A warpgroup owns 64 rows; one thread of the last one copies Q
 and, tile by tile, K and V into a ring of SLOTS slots. Q has a barrier, each slot two: full (the bytes are there) and
-read (all warps are done with them). Up to 128 columns warpgroups take turns at Q K^T: while one multiplies, others
-exponentiate.
+read (all warps are done with them). Up to 128 columns warpgroups take turns at Q K^T, others exponentiate meanwhile.
 
 Memory. Images take the bytes of Q, K and V again. Their rows have PADDED columns, those of the config's d_bucket in
 whole 64s. Shared: 256 GROUPS PADDED bytes for Q, 256 PART for each slot. Registers a thread: COLUMNS / 2 for O,
-O_COLUMNS / 2 for its sums; 32 for S, 32 S_CHAINS for its sums.
+O_COLUMNS / 2 for its sums; K_ROWS / 2 for S, K_ROWS / 2 S_CHAINS for its sums.
 
 Numerics. As flash_split_half_sm80; sums are truncated within 64 columns (S) or one tile of keys (O).
 
@@ -49,13 +48,13 @@ from numba_attn.device.rescue_kernel import FEW_KEYS
 from numba_attn.device.smem import shared_memory
 from numba_attn.device.softmax import ONE
 from numba_attn.device.split_half import PEAK, UNSCALE, image_bytes, padded, peak_of, scales, unit_of, verdict
-from numba_attn.device.wgmma_fragments import GROUP_ROWS, GROUP_THREADS, STEP
+from numba_attn.device.wgmma_fragments import GROUP_ROWS, GROUP_THREADS, ROW_BYTES, STEP
 from numba_attn.device.wgmma_ring import BARRIER_BYTES
 from numba_attn.images import ImageBatches, unsuited
 from numba_attn.kernel import Kernel, Launch, Workspace
 from numba_attn.problem import Device, Problem
 
-K_ROWS, WARP_ROWS, GROUP_WARPS = GROUP_ROWS, 16, 4  # tiles of Q have K_ROWS rows too: those of one warpgroup
+WARP_ROWS, GROUP_WARPS = 16, 4
 
 
 @dataclass(frozen=True)
@@ -69,12 +68,15 @@ class Config:
     products: int = 3  # for Q K^T: the fourth, lo lo, shows beside the rounding errors of very short sums only
     ping_pong: bool = False  # warpgroups take turns at Q K^T: one multiplies while another exponentiates
     is_causal: bool = False
+    k_rows: int = GROUP_ROWS  # of tiles of K and V, and of Q: those of one warpgroup, or of several
 
     def __post_init__(self):
         if self.part % GROUP_ROWS or padded(self.d_bucket) % self.part or self.part % min(self.part, self.o_columns):
             raise ValueError(
                 f"64 must divide {self.part=}, that {self.d_bucket=} in whole 64s, and {self.o_columns=} it"
             )
+        if self.k_rows % GROUP_ROWS or self.block_m % self.k_rows:
+            raise ValueError(f"64 must divide {self.k_rows=}, and that the rows of {self.groups=}")
 
     @property
     def threads(self) -> int:
@@ -87,7 +89,7 @@ class Config:
     @property
     def tiles_bytes(self) -> int:
         """Q, and the ring of slots for K and V."""
-        return image_bytes(self.block_m, self.d_bucket) + self.slots * image_bytes(K_ROWS, self.part)
+        return image_bytes(self.block_m, self.d_bucket) + self.slots * image_bytes(self.k_rows, self.part)
 
     @property
     def smem_bytes(self) -> int:
@@ -145,7 +147,7 @@ def small_config(problem: Problem) -> Config:
 
 def images(problem: Problem, config: Config) -> ImageBatches:
     lost = mma_tile.lost_by_scores(config.d_bucket, GROUP_ROWS // STEP, small_first=True)
-    return ImageBatches(problem, K_ROWS, config.d_bucket, config.block_m, lost=lost)
+    return ImageBatches(problem, config.k_rows, config.d_bucket, config.block_m, lost=lost)
 
 
 def workspace(problem: Problem, config: Config) -> dict[str, Workspace]:
@@ -158,7 +160,8 @@ def launches(problem: Problem, config: Config) -> tuple[Launch, ...]:
 
 
 def build_flash(config: Config):
-    GROUPS, BLOCK_M, COLUMNS = config.groups, config.block_m, config.d_bucket
+    GROUPS, BLOCK_M, COLUMNS, K_ROWS = config.groups, config.block_m, config.d_bucket, config.k_rows
+    Q_TILES, OF_TILE, GROUP_BYTES = BLOCK_M // K_ROWS, K_ROWS // GROUP_ROWS, GROUP_ROWS * ROW_BYTES
     SLOTS, PART, PARTS = config.slots, config.part, padded(config.d_bucket) // config.part
     Q_BYTES, TILE_BYTES = image_bytes(BLOCK_M, COLUMNS), image_bytes(K_ROWS, COLUMNS)
     BARRIERS, CONSUMERS = config.tiles_bytes, GROUP_THREADS * GROUPS
@@ -171,14 +174,14 @@ def build_flash(config: Config):
     few, many = (setmaxnreg(n, more=more) for n, more in zip(config.registers, (False, True), strict=True))
     start_barriers = wgmma_ring.start_barriers(SLOTS, GROUP_WARPS * GROUPS)
     place = wgmma_tile.place(config.is_causal, 2 * TILE_BYTES)
-    copy_q, feed = wgmma_ring.copy_q(BLOCK_M, COLUMNS), wgmma_ring.feed(COLUMNS, PART, SLOTS)
+    copy_q, feed = wgmma_ring.copy_q(BLOCK_M, COLUMNS), wgmma_ring.feed(COLUMNS, PART, SLOTS, K_ROWS)
     await_copies, V_TURN = wgmma_ring.await_copies(PARTS), wgmma_ring.turn_after(PARTS, SLOTS)
-    take, skip = wgmma_ring.take(PARTS, SLOTS), wgmma_tile.skip(COLUMNS, PART, SLOTS)
+    take, skip = wgmma_ring.take(PARTS, SLOTS), wgmma_tile.skip(COLUMNS, PART, SLOTS, K_ROWS)
     take_turn, end_turn = wgmma_tile.turns(GROUPS)
     start = mma_tile.start(WARP_ROWS, COLUMNS)
-    qk = wgmma_tile.scores(COLUMNS, PART, config.products, SLOTS, config.s_chains)
+    qk = wgmma_tile.scores(COLUMNS, PART, config.products, SLOTS, config.s_chains, K_ROWS)
     mask, softmax = mma_tile.masked(WARP_ROWS, K_ROWS, end_of_row), mma_tile.softmax(WARP_ROWS, K_ROWS)
-    split, pv = wgmma_tile.split_left, wgmma_tile.outputs(COLUMNS, PART, SLOTS, config.o_columns)
+    split, pv = wgmma_tile.split_left(K_ROWS), wgmma_tile.outputs(COLUMNS, PART, SLOTS, config.o_columns, K_ROWS)
     finish, store_lse = mma_epilogue.finish_wide(WARP_ROWS, COLUMNS), mma_epilogue.store_lse(WARP_ROWS)
 
     @cuda.jit
@@ -201,7 +204,7 @@ def build_flash(config: Config):
             feed(ring, q_full, 0, K_image[own], V_image[own], 0, 1)
 
         # halves only where they lose nothing
-        safe, v_amax = verdict(Q_record, K_record, V_record, head, m_block * GROUPS, GROUPS, D, ONE, lane)
+        safe, v_amax = verdict(Q_record, K_record, V_record, head, m_block * Q_TILES, Q_TILES, D, ONE, lane)
         safe &= Lk >= FEW_KEYS
         if tid == 0:
             unsafe[head, m_block] = not safe
@@ -236,8 +239,9 @@ def build_flash(config: Config):
             alpha = cuda.local.array(ROW_SHAPE, float32)
             parts, turn = cuda.local.array(PARTS, int32), 0
             start(acc, m, l)
-            q_at = smem + group * TILE_BYTES
-            v_bits, q_unscale = bits(v_amax), Q_record[head, m_block * GROUPS + group, UNSCALE]
+            q_tile = quotient(group, OF_TILE)
+            q_at = smem + q_tile * TILE_BYTES + (group - q_tile * OF_TILE) * GROUP_BYTES
+            v_bits, q_unscale = bits(v_amax), Q_record[head, m_block * Q_TILES + q_tile, UNSCALE]
             row0, own0, own_end = first_row + m0 + (tid >> 5) * WARP_ROWS, m0 + group * GROUP_ROWS, n_end
             if SKIPS:
                 # Of this group's own rows: none past the last row, fewer under causality.
