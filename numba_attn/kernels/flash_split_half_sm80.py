@@ -147,7 +147,7 @@ def small_config(problem: Problem) -> Config:
     d_bucket = cdiv(max(problem.D, problem.Dv), 16) * 16
     products = 1 if problem.precision == "tf32" else 4 if d_bucket <= 32 else 3
     tiles = Config(d_bucket, warps=2, q_rows=16, k_rows=32, slots=3, products=products, is_causal=problem.is_causal)
-    return replace(tiles, s_chain=4 if 32 < d_bucket <= 128 else 2)
+    return replace(tiles, s_chain=4 if 64 <= d_bucket <= 128 else 2)
 
 
 def images(problem: Problem, config: Config) -> ImageBatches:
