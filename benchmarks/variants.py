@@ -11,7 +11,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 from numba_attn.kernel import Kernel
-from numba_attn.kernels import flash_split_half_sm90, unfused_split_half_sm90
+from numba_attn.kernels import flash_split_half_sm90, unfused_split_half_sm80, unfused_split_half_sm90
 from numba_attn.problem import Device, Problem
 
 
@@ -48,3 +48,16 @@ WIDE = {"groups": 2, "s_chains": 1, "ping_pong": False, "k_rows": 128}
 KEYS_128_D64 = variant(up_to(64), "keys_128_d64", small=WIDE, d_bucket=64, part=64, slots=6, o_columns=64, **WIDE)
 KEYS_128_D128 = variant(up_to(128), "keys_128_d128", small=WIDE, d_bucket=128, part=128, slots=2, o_columns=64, **WIDE)
 """Tiles of 128 keys: Q is read from shared memory half as often."""
+
+
+def by_mma(name: str, small: dict, **changes) -> Kernel:
+    return variant(unfused_split_half_sm80.KERNEL, name, small={"slab": 32, **small}, **changes)
+
+
+TWO_BLOCKS = {"slab": 32, "slots": 3, "blocks": 2}
+"""Of an SM: one begins and ends under the products of the other."""
+SQUARE = by_mma("square", {"m_rows": 64}, warps_m=2, warps_n=2, m_rows=64, bunches=(1, 2), **TWO_BLOCKS)
+PANELS = by_mma("panels", {"panels": 2}, warps_m=4, warps_n=1, panels=2, bunches=(2, 4), **TWO_BLOCKS)
+TALL = by_mma("tall", {"m_rows": 64}, warps_m=4, warps_n=2, m_rows=64, bunches=(1, 2), slab=32, slots=4)
+THREE = by_mma("three", {}, warps_m=4, warps_n=1, slab=32, slots=3, blocks=3)
+SHORT = by_mma("short", {}, slab=32, slots=6)

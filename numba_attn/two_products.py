@@ -82,7 +82,13 @@ class TwoProducts:
         }
 
     def launches(
-        self, build_scores: Callable, build_outputs: Callable, config: Hashable, threads: int, smem_bytes: int
+        self,
+        build_scores: Callable,
+        build_outputs: Callable,
+        config: Hashable,
+        threads: int,
+        smem_bytes: int,
+        min_blocks: int = 1,
     ) -> tuple[Launch, ...]:
         """All steps; `build_scores` and `build_outputs` are given `config`."""
         problem = self.problem
@@ -91,7 +97,9 @@ class TwoProducts:
 
         def product(build: Callable, args: tuple, blocks: int, steps: int, tiles: int) -> Launch:
             most = sms_of_product(blocks, steps, tiles, self.most_blocks) if tiles else self.most_blocks
-            return Launch(build, config, args, max(1, min(blocks, most or blocks)), threads, smem_bytes)
+            return Launch(
+                build, config, args, max(1, min(blocks, most or blocks)), threads, smem_bytes, min_blocks=min_blocks
+            )
 
         def between(batch: Batch, of_values: int = 0, of_next: int = 0) -> tuple[Launch, ...]:
             blocks, row = batch.heads * batch.m_blocks, batch.first_row

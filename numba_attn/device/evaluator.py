@@ -76,6 +76,11 @@ class Evaluator:
         to, step = (int(target) + step_bytes) // _WORD_BYTES, step_bytes // _WORD_BYTES
         self.thread.copy_async(pool, (to,), tensor, (*lead, last + step), 4, 4)
 
+    def copies_async_if(self, condition, target, copies) -> None:
+        for to_bytes, (tensor, (*lead, last)), offset, from_bytes in copies if condition else ():
+            source = tensor, (*lead, last + (int(offset) + from_bytes) // _WORD_BYTES)
+            self.copy_async(int(target) + to_bytes, source, 0)
+
     def load(self, tensor, index, n: int, behind: int = 0) -> list:
         *lead, last = index
         return list(self.thread.load(tensor, (*lead, last + behind), n))

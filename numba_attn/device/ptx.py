@@ -41,6 +41,15 @@ def emit_cp_async(builder, destination, source, n_bytes: int, valid_bytes):
     emit(builder, text, VOID, [destination, source, valid_bytes], "r,l,r", memory=True)
 
 
+def emit_cp_async_behind(builder, destination, source, to_bytes: int, from_bytes: int):
+    """`cp.async.cg.shared.global [destination + to_bytes], [source + from_bytes], 16`, see `emit_cp_async`.
+
+    Up to 2047 bytes behind `source` take no instruction of their own.
+    """
+    text = f"cp.async.cg.shared.global [$0+{to_bytes}], [$1+{from_bytes}], 16;"
+    emit(builder, text, VOID, [destination, source], "r,l", memory=True)
+
+
 def emit_store_if(builder, condition, address, values):
     """`@condition st.global[.v2|.v4]`: 32-bit values to a 64-bit global address, aligned to all of them.
 
@@ -49,7 +58,7 @@ def emit_store_if(builder, condition, address, values):
     n, kind = len(values), "f" if values[0].type == F32 else "r"
     vector, registers = f".v{n}" if n > 1 else "", ", ".join(f"${i + 2}" for i in range(n))
     text = f"{{ .reg .pred p; setp.ne.b32 p, $0, 0; @p st.global{vector}.b32 [$1], {{{registers}}}; }}"
-    flag = builder.zext(condition, ir.IntType(32))
+    flag = builder.zext(condition, I32)
     emit(builder, text, VOID, [flag, address, *values], ",".join(["r", "l", *[kind] * n]), memory=True)
 
 

@@ -156,6 +156,17 @@ class _Emitter:
         target, source = of(target + step_bytes, I32), source + step_bytes
         ptx.emit_cp_async(self.builder, target, source.ir, 16, I32(16))
 
+    def copies_async_if(self, condition, target, copies) -> None:
+        """Start copies of 16 bytes where the condition holds, behind one branch.
+
+        copies: (to_bytes, source, offset, from_bytes), from `offset` + from_bytes behind a global address to to_bytes
+        behind the shared address `target`.
+        """
+        with self.builder.if_then(of(condition, BOOL)):
+            for to_bytes, source, offset, from_bytes in copies:
+                address = self.builder.add(source.ir, self.builder.sext(of(offset, I32), I64))
+                ptx.emit_cp_async_behind(self.builder, of(target, I32), address, to_bytes, from_bytes)
+
     def copy_bulk(self, target, source, step_bytes: int, n_bytes: int, barrier) -> None:
         """Copy n_bytes from `step_bytes` behind a global address to a shared one, counted by a barrier."""
         source = source + step_bytes

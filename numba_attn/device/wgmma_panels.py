@@ -10,6 +10,7 @@ from numba import cuda, int32
 
 from numba_attn.device import mma_epilogue
 from numba_attn.device.fragments import N
+from numba_attn.device.mma_panels import four_columns
 from numba_attn.device.mma_product import TILE
 from numba_attn.device.split_half import ROW_BYTES, WORD_BYTES, plane_bytes, split
 from numba_attn.device.unrolled import unrolled
@@ -38,16 +39,6 @@ def masked(panels: int, end_of_row):
     return mask
 
 
-def _four_columns(e, odd, left: tuple, right: tuple) -> list:
-    """Four neighbouring columns of two fragments that stand side by side, this lane having two of each.
-
-    Lanes 0 and 2 of a row get columns 0 .. 3 and 4 .. 7 of the left one, lanes 1 and 3 those of the right one.
-    """
-    theirs = [e.shfl_xor(e.where(odd, x, y), 1) for x, y in zip(left, right, strict=True)]
-    first = [e.where(odd, x, y) for x, y in zip(theirs, left, strict=True)]
-    return first + [e.where(odd, x, y) for x, y in zip(right, theirs, strict=True)]
-
-
 def store_image(panels: int, halves: int):
     """The verb `store(image, word, P, n, lane)`: P as halves, each panel in its own tile.
 
@@ -61,7 +52,7 @@ def store_image(panels: int, halves: int):
             for i in range(first, last):
                 for h in range(2):
                     for j in range(0, TILE // N, 2):
-                        p = _four_columns(e, odd, *((P[i, k, 2 * h], P[i, k, 2 * h + 1]) for k in (j, j + 1)))
+                        p = four_columns(e, odd, *((P[i, k, 2 * h], P[i, k, 2 * h + 1]) for k in (j, j + 1)))
                         pairs = [split(e, *p[:2], 1.0, halves=halves), split(e, *p[2:], 1.0, halves=halves)]
                         behind = halves * PLANE_WORDS * i + 8 * h * (ROW_BYTES // WORD_BYTES)
                         for plane, words in enumerate(zip(*pairs, strict=True)):
@@ -118,7 +109,7 @@ def store_outputs(panels: int, vector: int):
                 at = row + 8 * h
                 for j in range(0, TILE // N, 2):
                     left, right = ([C[i, k, 2 * h + r] * unit for r in range(2)] for k in (j, j + 1))
-                    four = _four_columns(e, odd, left, right)
+                    four = four_columns(e, odd, left, right)
                     first = TILE * i + N * j
                     if vector == 4:
                         # Columns follow each other: one address for all of a row.

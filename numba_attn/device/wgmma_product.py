@@ -37,24 +37,6 @@ def slot_bytes(halves: int) -> int:
     return 2 * halves * PLANE_BYTES
 
 
-def place(heaviest_first: bool):
-    """The verb `place(block, heads, m_blocks, d_blocks)`: which head, block of rows and of columns.
-
-    Under causality the last rows have the most keys: those of all heads come first, so that no long block comes last.
-    """
-
-    @verb
-    def place(block, heads, m_blocks, d_blocks):
-        rows = quotient(block, d_blocks)
-        if heaviest_first:
-            m_block = quotient(rows, heads)
-            return rows - m_block * heads, m_blocks - 1 - m_block, block - rows * d_blocks
-        head = quotient(rows, m_blocks)
-        return head, rows - head * m_blocks, block - rows * d_blocks
-
-    return place
-
-
 def blocks_of_scores(is_full: bool, block_m: int, block_n: int, end_of_row):
     """The verbs `count(m_blocks, Lq, Lk, first_row)` and `find(block, m_blocks, Lq, Lk, first_row)`.
 

@@ -36,7 +36,7 @@ from itertools import product
 
 from numba import cuda, float32
 
-from numba_attn.device import mma_tile, wgmma_panels, wgmma_product, wgmma_ring
+from numba_attn.device import mma_product, mma_tile, wgmma_panels, wgmma_product, wgmma_ring
 from numba_attn.device.mask import Mask
 from numba_attn.device.math import bits, quotient
 from numba_attn.device.mma_product import TILE
@@ -220,7 +220,7 @@ def build_outputs(config: Config):
     start = mma_tile.start(16 * PANELS, TILE)  # panels stand where rows do there
     multiply, multiply_more = (wgmma_product.multiply(half, SLOTS, True, HALVES) for half in range(2))
     load_factors = wgmma_product.load_factors(PANELS)
-    place = wgmma_product.place(config.is_causal)
+    place = mma_product.place(config.is_causal)
     store = wgmma_panels.store_outputs(PANELS, config.vector)
 
     @cuda.jit
