@@ -56,8 +56,8 @@ def by_mma(name: str, small: dict, **changes) -> Kernel:
 
 TWO_BLOCKS = {"slab": 32, "slots": 3, "blocks": 2}
 """Of an SM: one begins and ends under the products of the other."""
-SQUARE = by_mma("square", {"m_rows": 64}, warps_m=2, warps_n=2, m_rows=64, bunches=(1, 2), **TWO_BLOCKS)
-PANELS = by_mma("panels", {"panels": 2}, warps_m=4, warps_n=1, panels=2, bunches=(2, 4), **TWO_BLOCKS)
-TALL = by_mma("tall", {"m_rows": 64}, warps_m=4, warps_n=2, m_rows=64, bunches=(1, 2), slab=32, slots=4)
+SQUARE = by_mma("square", {"m_rows": 64}, warps_m=2, warps_n=2, m_rows=64, s_bunches=1, **TWO_BLOCKS)
+PANELS = by_mma("panels", {"panels": 2}, warps_m=4, warps_n=1, panels=2, o_bunches=4, **TWO_BLOCKS)
+TALL = by_mma("tall", {"m_rows": 64}, warps_m=4, warps_n=2, m_rows=64, s_bunches=1, slab=32, slots=4)
 THREE = by_mma("three", {}, warps_m=4, warps_n=1, slab=32, slots=3, blocks=3)
 SHORT = by_mma("short", {}, slab=32, slots=6)

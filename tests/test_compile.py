@@ -151,7 +151,7 @@ def around_halves_ptx(launch):
 
 
 LDMATRIX, LDMATRIX_TRANS = (rf"ldmatrix\.sync\.aligned\.m8n8\.x4{trans}\.shared" for trans in ("", r"\.trans"))
-OF_MMA = (r"cp\.async\.cg\.shared\.global \[[^]]+\], \[[^]]+\], 16,", LDMATRIX, r"mma\.sync\.aligned\.m16n8k16")
+OF_MMA = (r"cp\.async\.cg\.shared\.global \[[^]]+\], \[[^]]+\], 16[,;]", LDMATRIX, r"mma\.sync\.aligned\.m16n8k16")
 
 
 def flash_split_half_sm80_ptx(launch):

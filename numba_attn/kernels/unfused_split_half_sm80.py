@@ -31,7 +31,7 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from itertools import product
 
-from numba import cuda, float32
+from numba import cuda, float32, int32
 
 from numba_attn.device import mma_panels, mma_product, mma_tile
 from numba_attn.device.mask import Mask
@@ -62,8 +62,9 @@ class Config:
     """Steps of 16 terms after which a sum moves on to fp32."""
     blocks: int = 1
     """Of an SM."""
-    bunches: tuple[int, int] = (2, 2)
-    """Of copies between the products of a slab, of S and of O: branches, across which the compiler moves no load."""
+    s_bunches: int = 2
+    o_bunches: int = 2
+    """Of copies between the products of a slab of S and of O: branches, across which the compiler moves no load."""
     vector: int = 1
     """Elements (4, or 1) of an access to the rows of O."""
     is_causal: bool = False
@@ -148,7 +149,7 @@ def of_slabs(config: Config, transposed: bool) -> tuple:
     """What both products are made of: sizes, lanes, places and verbs of slabs, their copies and their products."""
     slab, tiles = Slab(config.slab, transposed, config.threads), (config.block_m // TILE, config.block_n // TILE)
     multiply = mma_product.multiply(
-        slab, config.m_rows, config.panels, config.chain, *tiles, config.bunches[transposed]
+        slab, config.m_rows, config.panels, config.chain, *tiles, config.o_bunches if transposed else config.s_bunches
     )
     verbs = mma_product.copy_slab(slab, *tiles), multiply, mma_product.load_unscales(config.panels)
     sizes = *tiles, config.slot_bytes, slab.tile_bytes, slab.parts
@@ -198,7 +199,7 @@ def build_scores(config: Config):
             q, k = q_place(q_tile + slab, part, tid), k_place(k_tile + slab, part, tid)
             copy(slab < slabs, to + step * SLOT_BYTES, gQ, q, to_next, gK, k, to_next)
             cp_async_commit()
-        slot, free = 0, SLOTS - 1
+        slot, free = int32(0), int32(SLOTS - 1)
         S = cuda.local.array(PATCH_SHAPE, float32)  # then P
         q_unscale = cuda.local.array(1, float32)
         k_unscale = cuda.local.array(PANELS, float32)
@@ -211,7 +212,7 @@ def build_scores(config: Config):
         load_units(k_unscale, rK, k_own, slabs)
 
         # S = Q K^T
-        for step in range(slabs * PARTS):
+        for step in range(int32(slabs * PARTS)):
             wait_slot()
             # The slab is visible to all, and all are done with the slot that is filled next.
             cuda.syncthreads()
@@ -223,7 +224,7 @@ def build_scores(config: Config):
             slab = min(quotient(step + 1, PARTS), slabs - 1)
             load_unit(q_unscale, rQ, q_own + slab, 0)
             load_units(k_unscale, rK, k_own + slab, slabs)
-            slot, free = following(slot), following(free)
+            slot, free = int32(following(slot)), int32(following(free))
 
         # P = 2^(S - m)
         col0 = g * TILE
@@ -280,7 +281,7 @@ def build_outputs(config: Config):
             p, v = p_place(p_tile + g, part, tid), v_place(v_tile + g * slabs, part, tid)
             copy(g < g_end, to + step * SLOT_BYTES, gP, p, p_next, gV, v, v_next)
             cp_async_commit()
-        slot, free = 0, SLOTS - 1
+        slot, free = int32(0), int32(SLOTS - 1)
         acc = cuda.local.array(PATCH_SHAPE, float32)
         w = cuda.local.array(ROW_SHAPE, float32)
         unscale = cuda.local.array(PANELS, float32)
@@ -290,7 +291,7 @@ def build_outputs(config: Config):
         load_units(unscale, rV, v_own, own_next)
 
         # O = sum w P V
-        for step in range(g_end * PARTS):
+        for step in range(int32(g_end * PARTS)):
             wait_slot()
             # The slab is visible to all, and all are done with the slot that is filled next.
             cuda.syncthreads()
@@ -302,7 +303,7 @@ def build_outputs(config: Config):
             g = min(quotient(step + 1, PARTS), g_end - 1)
             load_weights(w, gW, g, row0, lane)
             load_units(unscale, rV, g * slabs + v_own, own_next)
-            slot, free = following(slot), following(free)
+            slot, free = int32(following(slot)), int32(following(free))
 
         b = quotient(head, H)
         store(O[b, head - b * H], acc, v_unscale / PEAK, row0, d_tile * TILE, lane)
