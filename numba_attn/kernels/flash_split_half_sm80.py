@@ -151,7 +151,8 @@ def small_config(problem: Problem) -> Config:
 
 def images(problem: Problem, config: Config) -> ImageBatches:
     halves = config.halves
-    lost = mma_tile.lost_by_scores(config.d_bucket, config.s_chain) if halves == 2 else 0.0
+    small_first = config.d_bucket <= mma_tile.SHORT
+    lost = mma_tile.lost_by_scores(problem.D, config.s_chain, small_first) if halves == 2 else 0.0
     return ImageBatches(problem, config.k_rows, config.d_bucket, config.block_m, lost=lost, halves=halves)
 
 

@@ -146,7 +146,7 @@ def small_config(problem: Problem) -> Config:
 
 
 def images(problem: Problem, config: Config) -> ImageBatches:
-    lost = mma_tile.lost_by_scores(config.d_bucket, GROUP_ROWS // STEP, small_first=True)
+    lost = mma_tile.lost_by_scores(problem.D, GROUP_ROWS // STEP, small_first=True)
     return ImageBatches(problem, config.k_rows, config.d_bucket, config.block_m, lost=lost)
 
 
