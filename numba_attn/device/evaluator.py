@@ -112,6 +112,23 @@ class Evaluator:
         if condition:
             self.thread.mbarrier_arrive(barrier)
 
+    def mbarrier_wait_cluster(self, barrier, parity) -> None:
+        self.thread.mbarrier_wait(barrier, parity, of_cluster=True)
+
+    def mbarrier_arrive_at(self, barrier, rank, condition) -> None:
+        if condition:
+            self.thread.mbarrier_arrive_at(barrier, rank)
+
+    def copy_bulk_to(self, target, source, n_bytes: int, barrier, rank) -> None:
+        self.thread.copy_bulk_to(target, source, n_bytes, barrier, rank)
+
+    def store_shared(self, address, words: list) -> None:
+        words = [int(np.float32(x).view(np.uint32)) if isinstance(x, float | np.floating) else x for x in words]
+        self.thread.store_shared(address, words)
+
+    def load_shared(self, address, n: int) -> list:
+        return self.thread.load_shared(address, n)
+
 
 def _sums(thread, group) -> np.ndarray:
     """[128, registers] of all chains, of what the threads of a warpgroup bring."""
