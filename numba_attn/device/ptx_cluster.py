@@ -16,15 +16,17 @@ from numba_attn.device.ptx_sm90 import of_integers
 from numba_attn.device.verb import twin_of
 
 
-def emit_mbarrier_arrive_at(builder, barrier, rank, condition):
-    """`mapa` and `@condition mbarrier.arrive.release.cluster.shared::cluster.b64 _, [barrier of block rank]` (sm_90).
+def emit_mbarrier_arrive_at(builder, barrier, rank, condition, *, releases: bool):
+    """`mapa`, `@condition mbarrier.arrive.{release,relaxed}.cluster.shared::cluster.b64 _, [at block rank]` (sm_90).
 
-    Releases what this thread did before to who waits in the other block by `mbarrier_wait_cluster`.
+    Releases what this thread did before to who waits in the other block by `mbarrier_wait_cluster`: a fence of the GPU,
+    which waits for stores to global memory too. Relaxed it is one instruction, and tells that reads are over.
     """
-    text = """{ .reg .pred p; .reg .b32 remote;
+    order = "release" if releases else "relaxed"
+    text = f"""{{ .reg .pred p; .reg .b32 remote;
 setp.ne.b32 p, $2, 0;
 mapa.shared::cluster.u32 remote, $0, $1;
-@p mbarrier.arrive.release.cluster.shared::cluster.b64 _, [remote]; }"""
+@p mbarrier.arrive.{order}.cluster.shared::cluster.b64 _, [remote]; }}"""
     emit(builder, text, VOID, [barrier, rank, builder.zext(condition, I32)], "r,r,r", memory=True)
 
 

@@ -174,10 +174,13 @@ class _Emitter:
         """The same, and acquire what other blocks of the cluster released."""
         ptx_cluster.emit_mbarrier_wait_cluster(self.builder, of(barrier, I32), of(parity, I32))
 
-    def mbarrier_arrive_at(self, barrier, rank, condition) -> None:
-        """One arrival at the barrier of the cluster's block `rank`, by threads for which the condition holds."""
+    def mbarrier_arrive_at(self, barrier, rank, condition, *, releases: bool = True) -> None:
+        """One arrival at the barrier of the cluster's block `rank`, by threads for which the condition holds.
+
+        Without `releases` it says only that reads are over, and costs no fence.
+        """
         operands = of(barrier, I32), of(rank, I32), of(condition, BOOL)
-        ptx_cluster.emit_mbarrier_arrive_at(self.builder, *operands)
+        ptx_cluster.emit_mbarrier_arrive_at(self.builder, *operands, releases=releases)
 
     def copy_bulk_to(self, target, source, n_bytes: int, barrier, rank) -> None:
         """Copy n_bytes from a shared address to one of block `rank`, counted by its barrier."""
