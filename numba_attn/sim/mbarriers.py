@@ -147,7 +147,7 @@ class BulkCopy:
     def __init__(self, thread, memory, first: int, values: list, barrier: Mbarrier, n_bytes: int):
         self.grid, self.blocks = thread.grid, (thread.block,)
         self.thread = thread.index
-        self.memory = memory
+        self.memory, self.source = memory, None
         self.cells = slice(first, first + len(values))
         self.values = values
         self.barrier = barrier

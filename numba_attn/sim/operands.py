@@ -23,9 +23,9 @@ class Operands:
 
     def check(self, thread, memory, cells, what: str) -> None:
         """Fail unless what is read is there, for all threads."""
-        marks = [memory.marks[cell] for cell in cells]
-        for mark in set(marks) - self._passed:
-            cell = cells[marks.index(mark)]
+        first = {memory.marks[cell]: cell for cell in reversed(cells)}
+        for mark in first.keys() - self._passed:
+            cell = first[mark]
             at, value = f"byte {cell * memory.unit} of shared memory", memory.cells[cell]
             if value is None:
                 fail(thread, f"{what} has {at}, which nobody has written")

@@ -164,6 +164,9 @@ class SharedMemory:
 
     def fail_race(self, view, thread, action: str, index, other: int, done: str) -> None:
         by = f"{done} by {actor_text(thread.grid, other)} with no barrier between"
+        for copy in thread.grid.copies:
+            if copy.barrier.writer == other and copy.source is self and done == "read":
+                by = f"which {copy}, reads"
         fail(thread, f"race: {action} of {view.text(index)}, {by}", other)
 
     def fail_in_flight(self, view, thread, flight: InFlight, action: str, index) -> None:

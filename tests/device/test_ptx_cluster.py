@@ -1,12 +1,13 @@
-"""Contract under test: instructions of clusters compile to their mnemonics, and to machine code with what they ask."""
+"""Contract under test: instructions of clusters compile to their mnemonics, and two blocks exchange what they made."""
 
 from __future__ import annotations
 
 import re
 
+import numpy as np
 import pytest
 from numba import cuda, float32, int32
-from toys import compiled, nans, ptx_of
+from toys import compiled, nans, ptx_of, randn
 
 from numba_attn.device.ptx_cluster import (
     cluster_arrive,
@@ -23,7 +24,7 @@ WORDS = 4
 N_BYTES, FULL, FREE, SMEM_BYTES = 32 * 4 * WORDS, 64 * 4 * WORDS, 64 * 4 * WORDS + 8, 64 * 4 * WORDS + 16
 
 
-def exchange(n: int):
+def exchange(n: int, releases: bool = True):
     """O[rank] = the tile that the other block of two made; n words in one access."""
 
     @unrolled
@@ -42,7 +43,7 @@ def exchange(n: int):
         for i in range(0, WORDS, n):
             for j, x in enumerate(e.load_shared(smem + N_BYTES + lane * 4 * WORDS + 4 * i, n)):
                 found[i + j] = x
-        e.mbarrier_arrive_at(smem + FREE, rank, condition)
+        e.mbarrier_arrive_at(smem + FREE, rank, condition, releases=releases)
 
     @cuda.jit
     def kernel(A, O):
@@ -58,7 +59,7 @@ def exchange(n: int):
         x = cuda.local.array(2, float32)
         found = cuda.local.array(WORDS, float32)
         for i in range(2):
-            packed[i] = 0x3F800000 + tid
+            packed[i] = 0x3F800000 + (tid << 12)
             x[i] = A[rank, tid, i]
         put(smem, tid, packed, x)
         fence_proxy_async()
@@ -99,6 +100,23 @@ def test_instructions_of_fewer_words(n, vector):
     assert ptx.count(f"st.shared{vector}.b32 [") == ptx.count(f"ld.shared{vector}.f32 ") == WORDS // n
 
 
+def test_an_arrival_that_does_not_release():
+    ptx = ptx_of(exchange(4, releases=False), 3, 3)
+    assert ptx.count("mbarrier.arrive.relaxed.cluster.shared::cluster.b64") == 1
+    assert "mbarrier.arrive.release.cluster.shared::cluster.b64" not in ptx
+
+
 def test_machine_code():
-    binary = compiled(exchange(4), nans(2, 32, 2), nans(2, 32, WORDS), threads=32, grid=2, smem_bytes=SMEM_BYTES)
+    binary = compiled(exchange(4), nans(2, 32, 2), nans(2, 32, WORDS), grid=2, smem_bytes=SMEM_BYTES, cluster=2)
     assert binary.spill_bytes == binary.stack_bytes == 0
+
+
+@pytest.mark.parametrize("n", [1, 2, 4])
+@pytest.mark.parametrize("releases", [True, False])
+def test_exchange(run, n, releases):
+    A, O = randn(2, 32, 2), nans(2, 32, WORDS)
+    run(exchange(n, releases), A, O, grid=2, smem_bytes=SMEM_BYTES, cluster=2)
+    made = 1 + np.arange(32, dtype=np.float32) / 2048
+    for rank in range(2):
+        np.testing.assert_array_equal(O[rank, :, ::2], np.stack([made, made], 1))
+        np.testing.assert_array_equal(O[rank, :, 1::2], A[rank ^ 1])

@@ -95,7 +95,9 @@ def exchange(blocks: int, fault: str = ""):
         x = cuda.local.array(4, float32)
         if tid < MAKERS:
             for turn in range(ROUNDS):
-                if fault != "overwrites the source":
+                if fault == "own bytes" and turn > 0:
+                    mbarrier_wait(full, (turn & 1) ^ 1)
+                elif fault != "overwrites the source":
                     if fault == "releases":
                         mbarrier_wait_cluster(free, (turn & 1) ^ 1)
                     else:
@@ -180,8 +182,8 @@ def test_exchange(blocks, fault):
         ("no fence", "stored by thread 0 of block 0 without fence_proxy_async since", "sends"),
         ("late fence", "whose fence_proxy_async comes after the barrier between", "sends"),
         ("no barrier", "written by thread 0 of block 0 with no barrier between", "sends"),
-        ("overwrites the source", "read by a bulk copy with no barrier between", "overwrites the source"),
-        ("overwrites soon", "read by a bulk copy with no barrier between", "overwrites soon"),
+        ("overwrites the source", "by thread 0 of block 0, reads", "overwrites the source"),
+        ("overwrites soon", "which a bulk copy of 512 bytes, issued at", "overwrites soon"),
         ("source", "which nobody has written", "sends"),
         ("over a barrier", "over mbarrier", "sends"),
         ("rank", f"a bulk copy in block 7 of a cluster of {2}", "sends"),
@@ -191,7 +193,8 @@ def test_exchange(blocks, fault):
         ("ends early", "the block may end before a bulk copy of 512 bytes", "sends"),
         ("reads early", "which nobody has written", "reads"),
         ("reads for one", "written by a bulk copy with no barrier between", "reads"),
-        ("arrives early", "read by a bulk copy with no barrier between", "overwrites the source"),
+        ("arrives early", "bulk copy", "overwrites the source"),
+        ("own bytes", "read by a bulk copy with no barrier between", "overwrites the source"),
         ("one lane arrives", "with no barrier between", "sends"),
         ("one arrival more", "wait for a phase that nobody completes", "waits"),
         ("bytes missing", "16 bytes missing", "waits"),
