@@ -44,10 +44,6 @@ def up_to(columns: int) -> Kernel:
 
 
 ANY_TURN = variant(up_to(128), "any_turn", small={"groups": 2}, ping_pong=False)
-WIDE = {"groups": 2, "s_chains": 1, "ping_pong": False, "k_rows": 128}
-KEYS_128_D64 = variant(up_to(64), "keys_128_d64", small=WIDE, d_bucket=64, part=64, slots=6, o_columns=64, **WIDE)
-KEYS_128_D128 = variant(up_to(128), "keys_128_d128", small=WIDE, d_bucket=128, part=128, slots=2, o_columns=64, **WIDE)
-"""Tiles of 128 keys: Q is read from shared memory half as often."""
 
 
 def by_mma(name: str, small: dict, **changes) -> Kernel:

@@ -76,6 +76,8 @@ class ImageBatches:
     """Of a sum of Q K^T in the tensor cores, see `device.mma_tile.lost_by_scores`: Q's images make up for it."""
     halves: int = 2
     """1 for accuracy class tf32."""
+    has_q: bool = True
+    """False: the kernel splits its rows of Q itself, there are no tiles of them."""
 
     @property
     def workspace(self) -> dict[str, Workspace]:
@@ -100,7 +102,9 @@ class ImageBatches:
         """Per batch: split, the launches between, rescue."""
         steps = []
         for batch in self._batches():
-            steps += [self._split(batch, "Q" if batch.keys_are_there else "QKV"), *between(batch), self._rescue(batch)]
+            operands = ("Q" if self.has_q else "") + ("" if batch.keys_are_there else "KV")
+            split = [self._split(batch, operands)] if operands else []
+            steps += [*split, *between(batch), self._rescue(batch)]
         return tuple(steps)
 
     def launches_beside(self, between: Callable[[Batch, int, int], tuple[Launch, ...]]) -> tuple[Launch, ...]:
@@ -160,6 +164,8 @@ class ImageBatches:
     def tiles(self, name: str, m_blocks: int) -> int:
         """Tiles of an operand of one head."""
         problem, slab = self.problem, padded(self.columns)
+        if name == "Q" and not self.has_q:
+            return 0
         rows = m_blocks * self.block_m if name == "Q" else cdiv(problem.Lk, self.block_n) * self.block_n
         return cdiv(rows, self.rows) * cdiv(problem.Dv if name == "V" else problem.D, slab)
 

@@ -68,7 +68,7 @@ class TwoProducts:
 
     @property
     def images(self) -> ImageBatches:
-        lost = lost_by_scores(TILE, self.steps_of_sum) if self.halves == 2 else 0.0
+        lost = lost_by_scores(self.problem.D, self.steps_of_sum, small_first=True) if self.halves == 2 else 0.0
         return ImageBatches(self.problem, TILE, TILE, self.block_m, self.key_step, self._more, lost, self.halves)
 
     def _more(self, heads: int, m_blocks: int) -> dict[str, Workspace]:

@@ -18,9 +18,10 @@ from numba_attn.testing import Case
         (Case(1, 2, 150, 150, 16, 16, is_causal=True), {"groups": 2}),
         (Case(1, 2, 150, 200, 16, 70, is_causal=True), {"groups": 2, "ping_pong": True}),
         (Case(1, 3, 200, 100, 16, 16), {"groups": 3, "ping_pong": True, "slots": 2}),
-        # tiles of 128 keys, whose Q two groups share
-        (Case(1, 1, 130, 300, 16, 16), {"groups": 2, "k_rows": 128}),
-        (Case(1, 2, 70, 200, 80, 40, is_causal=True), {"groups": 2, "k_rows": 128, "ping_pong": True}),
+        # rows of Q split by their warps where they have images otherwise, and the other way round
+        (Case(1, 2, 150, 70, 80, 40), {"groups": 2, "splits_q": True}),
+        (Case(1, 1, 70, 100, 128, 16, is_causal=True), {"splits_q": False}),
+        (Case(1, 2, 150, 150, 16, 16), {"groups": 3, "splits_q": False, "ping_pong": True}),
         # three groups in turns, tiles of 96 columns in slots of 128
         (
             Case(1, 1, 130, 70, 80, 96, is_causal=True),
@@ -42,12 +43,6 @@ def test_other_configs(case, changes):
 def test_sizes_that_do_not_divide(changes):
     with pytest.raises(ValueError, match="64 must divide"):
         dataclasses.replace(Config(128, groups=2, part=128, slots=4, s_chains=1, o_columns=64), **changes)
-
-
-@pytest.mark.parametrize("changes", [{"k_rows": 32}, {"k_rows": 128, "groups": 3}])
-def test_tiles_are_those_of_whole_warpgroups(changes):
-    with pytest.raises(ValueError, match="64 must divide self.k_rows"):
-        dataclasses.replace(Config(128, groups=2, part=128, slots=2, s_chains=1, o_columns=64), **changes)
 
 
 @pytest.mark.parametrize("groups", [2, 3])

@@ -52,7 +52,7 @@ class Evaluator:
         return int((counts + (np.abs(pair) >= least)).astype(np.float16).view(np.uint32)[0])
 
     def ldmatrix(self, address, transposed: bool = False) -> list:
-        memory = self.thread.grid.dynamic
+        memory = self.thread.block.dynamic
         pool = self.thread.shared_tile(0, (memory.size // _HALF_BYTES,), (1,), "float16")
         row = self.thread.load(pool, (int(address) // _HALF_BYTES,), 8)
         rows = self.thread.exchange(ALL_LANES, row)
@@ -72,7 +72,7 @@ class Evaluator:
 
     def copy_async(self, target, source, step_bytes: int) -> None:
         tensor, (*lead, last) = source
-        pool = self.thread.shared_tile(0, (self.thread.grid.dynamic.size // _WORD_BYTES,), (1,), "uint32")
+        pool = self.thread.shared_tile(0, (self.thread.block.dynamic.size // _WORD_BYTES,), (1,), "uint32")
         to, step = (int(target) + step_bytes) // _WORD_BYTES, step_bytes // _WORD_BYTES
         self.thread.copy_async(pool, (to,), tensor, (*lead, last + step), 4, 4)
 
@@ -116,6 +116,23 @@ class Evaluator:
     def mbarrier_arrive(self, barrier, condition) -> None:
         if condition:
             self.thread.mbarrier_arrive(barrier)
+
+    def mbarrier_wait_cluster(self, barrier, parity) -> None:
+        self.thread.mbarrier_wait(barrier, parity, of_cluster=True)
+
+    def mbarrier_arrive_at(self, barrier, rank, condition, *, releases: bool = True) -> None:
+        if condition:
+            self.thread.mbarrier_arrive_at(barrier, rank, releases=releases)
+
+    def copy_bulk_to(self, target, source, n_bytes: int, barrier, rank) -> None:
+        self.thread.copy_bulk_to(target, source, n_bytes, barrier, rank)
+
+    def store_shared(self, address, words: list) -> None:
+        words = [int(np.float32(x).view(np.uint32)) if isinstance(x, float | np.floating) else x for x in words]
+        self.thread.store_shared(address, words)
+
+    def load_shared(self, address, n: int) -> list:
+        return self.thread.load_shared(address, n)
 
 
 def _sums(thread, group) -> np.ndarray:

@@ -1,4 +1,4 @@
-"""Instructions that numba-cuda has no name for, each once: with `ptx_sm90`, the only inline PTX.
+"""Instructions that numba-cuda has no name for, each once: with `ptx_sm90` and `ptx_cluster`, the only inline PTX.
 
 An emitter takes an llvmlite builder and values and appends one instruction; the device function of the same
 instruction, where kernels call it directly, is an intrinsic beside it. Verbs on tiles (`smem`, `tile`) call the

@@ -111,7 +111,7 @@ def emit_mbarrier_arrive(builder, barrier):
     emit(builder, "mbarrier.arrive.shared.b64 _, [$0];", VOID, [barrier], "r", memory=True)
 
 
-def _of_integers(text: str, *, convergent: bool = False):
+def of_integers(text: str, *, convergent: bool = False):
     """Code generation of one asm statement of 32-bit integers, without a result."""
 
     def codegen(context, builder, signature, args):
@@ -125,7 +125,7 @@ def _of_integers(text: str, *, convergent: bool = False):
 @intrinsic
 def mbarrier_init(typingctx, barrier, arrivals):
     """`mbarrier.init.shared.b64 [barrier], arrivals` (sm_80): a phase is complete after so many arrivals."""
-    return types.none(barrier, arrivals), _of_integers("mbarrier.init.shared.b64 [$0], $1;")
+    return types.none(barrier, arrivals), of_integers("mbarrier.init.shared.b64 [$0], $1;")
 
 
 @twin_of(mbarrier_init)
@@ -136,7 +136,7 @@ def _mbarrier_init(thread, barrier, arrivals):
 @intrinsic
 def fence_mbarrier_init(typingctx):
     """`fence.mbarrier_init.release.cluster` (sm_90): barriers made before it may be given to the copy engine."""
-    return types.none(), _of_integers("fence.mbarrier_init.release.cluster;")
+    return types.none(), of_integers("fence.mbarrier_init.release.cluster;")
 
 
 @twin_of(fence_mbarrier_init)
@@ -147,7 +147,7 @@ def _fence_mbarrier_init(thread):
 @intrinsic
 def mbarrier_arrive_expect(typingctx, barrier, n_bytes):
     """`mbarrier.arrive.expect_tx.shared.b64 _, [barrier], n_bytes` (sm_90): an arrival, and bytes to wait for."""
-    return types.none(barrier, n_bytes), _of_integers("mbarrier.arrive.expect_tx.shared.b64 _, [$0], $1;")
+    return types.none(barrier, n_bytes), of_integers("mbarrier.arrive.expect_tx.shared.b64 _, [$0], $1;")
 
 
 @twin_of(mbarrier_arrive_expect)
@@ -181,7 +181,7 @@ def setmaxnreg(registers: int, *, more: bool):
 
     @intrinsic
     def setmaxnreg(typingctx):
-        return types.none(), _of_integers(text, convergent=True)
+        return types.none(), of_integers(text, convergent=True)
 
     twin_of(setmaxnreg)(lambda thread: None)
     return setmaxnreg
@@ -190,7 +190,7 @@ def setmaxnreg(registers: int, *, more: bool):
 @intrinsic
 def named_barrier_sync(typingctx, name, threads):
     """`barrier.sync name, threads`: wait until so many threads, whole warps, have arrived at one of 16 barriers."""
-    return types.none(name, threads), _of_integers("barrier.sync $0, $1;", convergent=True)
+    return types.none(name, threads), of_integers("barrier.sync $0, $1;", convergent=True)
 
 
 @twin_of(named_barrier_sync)
@@ -201,7 +201,7 @@ def _named_barrier_sync(thread, name, threads):
 @intrinsic
 def named_barrier_arrive(typingctx, name, threads):
     """`barrier.arrive name, threads`: arrive without waiting."""
-    return types.none(name, threads), _of_integers("barrier.arrive $0, $1;", convergent=True)
+    return types.none(name, threads), of_integers("barrier.arrive $0, $1;", convergent=True)
 
 
 @twin_of(named_barrier_arrive)
@@ -212,13 +212,13 @@ def _named_barrier_arrive(thread, name, threads):
 @intrinsic
 def let_next_launch_start(typingctx):
     """`griddepcontrol.launch_dependents`: once all blocks have come here, a launch beside this one may start."""
-    return types.none(), _of_integers("griddepcontrol.launch_dependents;")
+    return types.none(), of_integers("griddepcontrol.launch_dependents;")
 
 
 @intrinsic
 def wait_for_launch_before(typingctx):
     """`griddepcontrol.wait`: wait until the launch that this one runs beside has ended, and see what it wrote."""
-    return types.none(), _of_integers("griddepcontrol.wait;")
+    return types.none(), of_integers("griddepcontrol.wait;")
 
 
 @twin_of(let_next_launch_start)

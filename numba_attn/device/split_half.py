@@ -159,6 +159,18 @@ def extremes(x, rQ, first, tiles, rK, rV, lane):
 
 
 @verb
+def extremes_of_keys(x, rK, rV, lane):
+    """The same over this lane's tiles of K and V alone; those of Q, and `over_warp`, are still to come."""
+    for i in range(0, EXTREMES, 2):
+        x[i], x[i + 1] = ZERO, NEG_INF
+    k_tiles, v_tiles = rK.shape[0], rV.shape[0]
+    for tile in range(lane, max(k_tiles, v_tiles) if min(k_tiles, v_tiles) > 0 else 0, WARP):
+        k, v = min(tile, k_tiles - 1), min(tile, v_tiles - 1)
+        x[K_AMAX], x[K_LEAST] = max(x[K_AMAX], rK[k, AMAX]), max(x[K_LEAST], -rK[k, LEVEL])
+        x[V_AMAX], x[V_LEAST] = max(x[V_AMAX], rV[v, AMAX]), max(x[V_LEAST], -rV[v, ROW_MIN])
+
+
+@verb
 def is_safe(D, q_amax, q_level, k_amax, k_level, v_amax, v_min, slack):
     """Whether halves lose nothing that their class of accuracy keeps.
 

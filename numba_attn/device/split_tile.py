@@ -30,6 +30,8 @@ class SplitConfig:
     """Of one operand of a head, that a block splits one after the other."""
     is_beside: bool = False
     """Beside another launch, see `kernel.Launch`."""
+    chunks_a_thread: int = 4
+    """In all its rows, or a few less."""
 
     @property
     def lanes(self) -> int:
@@ -43,8 +45,8 @@ class SplitConfig:
 
     @property
     def turns(self) -> int:
-        """Rows of one thread, `step` apart: four chunks in all, or a few less."""
-        return max(1, 4 // self.chunks)
+        """Rows of one thread, `step` apart."""
+        return max(1, self.chunks_a_thread // self.chunks)
 
     @property
     def step(self) -> int:
@@ -151,6 +153,12 @@ def over_lanes_of(config: SplitConfig):
     return of_rows, of_warps, smallest, sums_of_rows
 
 
+def halves_of_chunk(e, x, i: int, chunk: int, scale, rest, halves: int = 2) -> list:
+    """For each plane the four words of a thread's chunk in row i, of scale + rest times x."""
+    numbers = [x[i, CHUNK * chunk + c] for c in range(CHUNK)]
+    return list(zip(*(split(e, *numbers[c : c + 2], scale, rest, halves) for c in range(0, CHUNK, 2)), strict=True))
+
+
 def write_image(config: SplitConfig):
     """The verb `write(image, word, x, scale, rest, least, count)`: the planes of a tile, this thread's chunks.
 
@@ -171,12 +179,11 @@ def write_image(config: SplitConfig):
         for i in range(config.turns):
             counts = e.halves(0.0, 0.0)
             for chunk in range(config.chunks):
-                numbers = [x[i, CHUNK * chunk + c] for c in range(CHUNK)]
-                pairs = [split(e, *numbers[c : c + 2], scale, rest, halves) for c in range(0, CHUNK, 2)]
+                planes = halves_of_chunk(e, x, i, chunk, scale, rest, halves)
                 base, behind = place(word, chunk)
-                for plane, words in enumerate(zip(*pairs, strict=True)):
+                for plane, words in enumerate(planes):
                     e.store(image, (base,), words, behind=behind + i * config.step * row_words + plane * plane_words)
-                for hi, *_ in pairs:
+                for hi in planes[0]:
                     counts = e.count_magnitudes(counts, hi, threshold)
             low, high = e.unpack(counts)
             count[i] = low + high

@@ -25,7 +25,7 @@ from llvmlite import ir
 from numba.cuda import types
 from numba.cuda.extending import intrinsic
 
-from numba_attn.device import ptx, ptx_sm90
+from numba_attn.device import ptx, ptx_cluster, ptx_sm90
 from numba_attn.device.evaluator import Evaluator
 from numba_attn.device.registers import BOOL, F32, I32, I64, Global, Patch, Value, of
 from numba_attn.device.verb import twin_of
@@ -180,6 +180,31 @@ class _Emitter:
         """One arrival, by threads for which the condition holds."""
         with self.builder.if_then(of(condition, BOOL)):
             ptx_sm90.emit_mbarrier_arrive(self.builder, of(barrier, I32))
+
+    def mbarrier_wait_cluster(self, barrier, parity) -> None:
+        """The same, and acquire what other blocks of the cluster released."""
+        ptx_cluster.emit_mbarrier_wait_cluster(self.builder, of(barrier, I32), of(parity, I32))
+
+    def mbarrier_arrive_at(self, barrier, rank, condition, *, releases: bool = True) -> None:
+        """One arrival at the barrier of the cluster's block `rank`, by threads for which the condition holds.
+
+        Without `releases` it says only that reads are over, and costs no fence.
+        """
+        operands = of(barrier, I32), of(rank, I32), of(condition, BOOL)
+        ptx_cluster.emit_mbarrier_arrive_at(self.builder, *operands, releases=releases)
+
+    def copy_bulk_to(self, target, source, n_bytes: int, barrier, rank) -> None:
+        """Copy n_bytes from a shared address to one of block `rank`, counted by its barrier."""
+        target, source, barrier, rank = (of(x, I32) for x in (target, source, barrier, rank))
+        ptx_cluster.emit_copy_bulk_to(self.builder, target, source, n_bytes, barrier, rank)
+
+    def store_shared(self, address, words: list) -> None:
+        """Write 1, 2 or 4 registers to a shared address, aligned to all of them."""
+        ptx_cluster.emit_store_shared(self.builder, of(address, I32), [of(word, I32) for word in words])
+
+    def load_shared(self, address, n: int) -> list:
+        """1, 2 or 4 fp32 at a shared address, aligned to all of them."""
+        return [Value(self, x) for x in ptx_cluster.emit_load_shared(self.builder, of(address, I32), n)]
 
     def load(self, tensor: Global, index, n: int, behind: int = 0) -> list:
         """n consecutive elements, the first so many behind that of the index, in one access of aligned addresses."""

@@ -125,15 +125,15 @@ def feed(columns: int, part: int, slots: int, k_rows: int = GROUP_ROWS):
     return feed
 
 
-def await_copies(slots: int):
-    """The verb `await_copies(barriers)`: until Q is there, and what the first so many slots hold first."""
+def await_slots(slots: int):
+    """The verb `await_slots(barriers)`: until there is what the first so many slots hold first."""
 
     @verb
-    def await_copies(barriers):
-        for i in range(slots + 1):
-            mbarrier_wait(barriers + i * BARRIER_BYTES, 0)
+    def await_slots(barriers):
+        for slot in range(slots):
+            mbarrier_wait(barriers + _OF_Q + slot * BARRIER_BYTES, 0)
 
-    return await_copies
+    return await_slots
 
 
 def ring(slots: int):

@@ -99,10 +99,10 @@ class Config:
 # Where two entries have the same d_bucket, the second is for GPUs with less shared memory.
 TILES = (
     Config(32, warps=4, q_rows=32, k_rows=32, slots=4, min_blocks=2, products=4),
-    Config(64, warps=4, q_rows=32, k_rows=32, slots=4, min_blocks=2),
-    Config(96, warps=8, q_rows=32, k_rows=32, slots=4),
-    Config(128, warps=8, q_rows=32, k_rows=32, slots=4),
-    Config(128, warps=4, q_rows=32, k_rows=32, slots=4),
+    Config(64, warps=4, q_rows=32, k_rows=32, slots=4, min_blocks=2, s_chain=4),
+    Config(96, warps=8, q_rows=32, k_rows=32, slots=4, s_chain=4),
+    Config(128, warps=8, q_rows=32, k_rows=32, slots=4, s_chain=4),
+    Config(128, warps=4, q_rows=32, k_rows=32, slots=4, s_chain=4),
     Config(192, warps=8, q_rows=16, k_rows=32, slots=4),
     Config(256, warps=8, q_rows=16, k_rows=32, slots=3),
     Config(256, warps=4, q_rows=16, k_rows=32, slots=3),
@@ -146,12 +146,14 @@ def configs():
 def small_config(problem: Problem) -> Config:
     d_bucket = cdiv(max(problem.D, problem.Dv), 16) * 16
     products = 1 if problem.precision == "tf32" else 4 if d_bucket <= 32 else 3
-    return Config(d_bucket, warps=2, q_rows=16, k_rows=32, slots=3, products=products, is_causal=problem.is_causal)
+    tiles = Config(d_bucket, warps=2, q_rows=16, k_rows=32, slots=3, products=products, is_causal=problem.is_causal)
+    return replace(tiles, s_chain=4 if 32 < d_bucket <= 128 else 2)  # as TILES
 
 
 def images(problem: Problem, config: Config) -> ImageBatches:
     halves = config.halves
-    lost = mma_tile.lost_by_scores(config.d_bucket, config.s_chain) if halves == 2 else 0.0
+    small_first = config.d_bucket <= mma_tile.SHORT
+    lost = mma_tile.lost_by_scores(problem.D, config.s_chain, small_first) if halves == 2 else 0.0
     return ImageBatches(problem, config.k_rows, config.d_bucket, config.block_m, lost=lost, halves=halves)
 
 

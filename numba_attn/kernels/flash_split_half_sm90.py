@@ -1,13 +1,12 @@
 """fp32 accuracy on tensor cores: operands split into fp16 halves, three products each, by Hopper's `wgmma`.
 
 Eleventh rung of the ladder. To the ninth, flash_split_half_sm80, it adds warpgroups that multiply straight from shared
-memory, and one that does nothing but copy. Bound by tensor cores (d128), by these and the softmax between two products
-(d64).
+memory, and one that does nothing but copy. Bound by tensor cores, and by the softmax between two products (d64).
 
 Algorithm. Three launches:
 
-    split    tiles of Q, K and V become images of halves, with one exponent and a record of what was lost per tile.
-    flash    per block of query rows, over tiles of keys, in base 2:
+    split    tiles of K and V become images of halves, with one exponent and a record of what was lost per tile.
+    flash    per block of query rows, which become halves too, over tiles of keys, in base 2:
              1.  S = Q K^T              hi hi + hi lo + lo hi on the tensor cores, 64 columns at a time
              2.  m_new = max(m, rowmax S)     alpha = 2^(m - m_new)     P = 2^(S - m_new)
              3.  l = alpha l + rowsum P
@@ -16,13 +15,14 @@ Algorithm. Three launches:
     rescue   blocks for which halves would lose digits (`verdict`), and rows with few keys: fp32 without tensor cores,
              scores to twice its digits.
 
-Work split. One block for 64 GROUPS query rows of a head. A warpgroup owns 64 rows; one thread of the last one copies Q
-and, tile by tile, K and V into a ring of SLOTS slots. Q has a barrier, each slot two: full (the bytes are there) and
-read (all warps are done with them). Up to 128 columns warpgroups take turns at Q K^T, others exponentiate meanwhile.
+Work split. One block for 64 GROUPS query rows of a head. A warpgroup owns 64 rows and splits them; where registers do
+not allow for that, Q has images too. One thread of the last warpgroup copies K and V, tile by tile, to a ring of SLOTS
+slots, each with two barriers: full (the bytes are there) and read (all warps are done with them). Up to 128 columns
+warpgroups take turns at Q K^T.
 
-Memory. Images take the bytes of Q, K and V again. Their rows have PADDED columns, those of the config's d_bucket in
+Memory. Images take the bytes of K and V again. Their rows have PADDED columns, those of the config's d_bucket in
 whole 64s. Shared: 256 GROUPS PADDED bytes for Q, 256 PART for each slot. Registers a thread: COLUMNS / 2 for O,
-O_COLUMNS / 2 for its sums; K_ROWS / 2 for S, K_ROWS / 2 S_CHAINS for its sums.
+O_COLUMNS / 2 for its sums; 32 for S, 32 S_CHAINS for its sums.
 
 Numerics. As flash_split_half_sm80; sums are truncated within 64 columns (S) or one tile of keys (O).
 
@@ -39,20 +39,19 @@ from itertools import product
 
 from numba import cuda, float32, int32
 
-from numba_attn.device import mma_epilogue, mma_tile, wgmma_ring, wgmma_tile
+from numba_attn.device import mma_epilogue, mma_tile, split_q, wgmma_ring, wgmma_tile
 from numba_attn.device.mask import Mask
 from numba_attn.device.math import bits, cdiv, quotient
 from numba_attn.device.ptx import opaque
-from numba_attn.device.ptx_sm90 import mbarrier_wait, setmaxnreg
+from numba_attn.device.ptx_sm90 import setmaxnreg
 from numba_attn.device.rescue_kernel import FEW_KEYS
-from numba_attn.device.smem import shared_memory
-from numba_attn.device.softmax import ONE
-from numba_attn.device.split_half import PEAK, UNSCALE, image_bytes, padded, peak_of, scales, unit_of, verdict
-from numba_attn.device.wgmma_fragments import GROUP_ROWS, GROUP_THREADS, ROW_BYTES, STEP
+from numba_attn.device.smem import shared_memory, shared_tile
+from numba_attn.device.split_half import PEAK, UNSCALE, image_bytes, padded, peak_of, scales, unit_of, units_of
+from numba_attn.device.wgmma_fragments import GROUP_ROWS, GROUP_THREADS, STEP
 from numba_attn.device.wgmma_ring import BARRIER_BYTES
 from numba_attn.images import ImageBatches, unsuited
 from numba_attn.kernel import Kernel, Launch, Workspace
-from numba_attn.problem import Device, Problem
+from numba_attn.problem import H200, Device, Problem
 
 WARP_ROWS, GROUP_WARPS = 16, 4
 
@@ -66,17 +65,14 @@ class Config:
     s_chains: int  # sums of 64 columns of S that are issued together
     o_columns: int  # columns of O that are summed together
     products: int = 3  # for Q K^T: the fourth, lo lo, shows beside the rounding errors of very short sums only
+    splits_q: bool = False  # the warps that multiply split their rows of Q: no images of it
     ping_pong: bool = False  # warpgroups take turns at Q K^T: one multiplies while another exponentiates
     is_causal: bool = False
-    k_rows: int = GROUP_ROWS  # of tiles of K and V, and of Q: those of one warpgroup, or of several
 
     def __post_init__(self):
         if self.part % GROUP_ROWS or padded(self.d_bucket) % self.part or self.part % min(self.part, self.o_columns):
-            raise ValueError(
-                f"64 must divide {self.part=}, that {self.d_bucket=} in whole 64s, and {self.o_columns=} it"
-            )
-        if self.k_rows % GROUP_ROWS or self.block_m % self.k_rows:
-            raise ValueError(f"64 must divide {self.k_rows=}, and that the rows of {self.groups=}")
+            what = f"64 must divide {self.part=}, that {self.d_bucket=} in whole 64s, and {self.o_columns=} it"
+            raise ValueError(what)
 
     @property
     def threads(self) -> int:
@@ -89,12 +85,12 @@ class Config:
     @property
     def tiles_bytes(self) -> int:
         """Q, and the ring of slots for K and V."""
-        return image_bytes(self.block_m, self.d_bucket) + self.slots * image_bytes(self.k_rows, self.part)
+        return image_bytes(self.block_m, self.d_bucket) + self.slots * image_bytes(GROUP_ROWS, self.part)
 
     @property
     def smem_bytes(self) -> int:
-        """Behind the tiles the barriers: one of Q, two of each slot."""
-        return self.tiles_bytes + (2 * self.slots + 1) * BARRIER_BYTES
+        """Behind the tiles the barriers, one of Q, two of each slot; then two numbers of each warp's rows of Q."""
+        return self.tiles_bytes + (2 * self.slots + 1) * BARRIER_BYTES + split_q.FACTS_BYTES * GROUP_WARPS * self.groups
 
     @property
     def registers(self) -> tuple[int, int]:
@@ -104,12 +100,14 @@ class Config:
         return together - many * self.groups, many
 
 
-# Up to 128 columns three warpgroups share what is copied, and take turns; wider ones have no registers for a third.
+# Up to 128 columns three warpgroups share what is copied, and take turns; wider ones have no registers for a third, nor
+# for their rows of Q, and at 96 splitting these would spill.
+NARROW = {"groups": 3, "ping_pong": True}
 TILES = (
-    Config(32, groups=3, part=64, slots=4, s_chains=1, o_columns=32, products=4, ping_pong=True),
-    Config(64, groups=3, part=64, slots=8, s_chains=1, o_columns=64, ping_pong=True),
-    Config(96, groups=3, part=128, slots=4, s_chains=2, o_columns=64, ping_pong=True),
-    Config(128, groups=3, part=128, slots=4, s_chains=2, o_columns=64, ping_pong=True),
+    Config(32, part=64, slots=4, s_chains=1, o_columns=32, products=4, splits_q=True, **NARROW),
+    Config(64, part=64, slots=8, s_chains=1, o_columns=64, splits_q=True, **NARROW),
+    Config(96, part=128, slots=4, s_chains=2, o_columns=64, **NARROW),
+    Config(128, part=128, slots=4, s_chains=2, o_columns=64, splits_q=True, **NARROW),
     Config(192, groups=2, part=64, slots=8, s_chains=1, o_columns=64),
     Config(256, groups=2, part=128, slots=3, s_chains=1, o_columns=64),
 )
@@ -140,14 +138,14 @@ def configs():
 
 
 def small_config(problem: Problem) -> Config:
-    d_bucket = cdiv(max(problem.D, problem.Dv), 16) * 16
-    tiles = Config(d_bucket, groups=1, part=64, slots=3, s_chains=1, o_columns=64, products=4 if d_bucket <= 32 else 3)
-    return replace(tiles, is_causal=problem.is_causal)
+    chosen, d_bucket = config(problem, H200), cdiv(max(problem.D, problem.Dv), 16) * 16
+    tiles = {"groups": 1, "part": 64, "slots": 3, "s_chains": 1, "o_columns": 64, "ping_pong": False}
+    return replace(chosen, d_bucket=d_bucket, products=4 if d_bucket <= 32 else 3, **tiles)
 
 
 def images(problem: Problem, config: Config) -> ImageBatches:
-    lost = mma_tile.lost_by_scores(config.d_bucket, GROUP_ROWS // STEP, small_first=True)
-    return ImageBatches(problem, config.k_rows, config.d_bucket, config.block_m, lost=lost)
+    lost, has_q = mma_tile.lost_by_scores(problem.D, GROUP_ROWS // STEP, small_first=True), not config.splits_q
+    return ImageBatches(problem, GROUP_ROWS, config.d_bucket, config.block_m, lost=lost, has_q=has_q)
 
 
 def workspace(problem: Problem, config: Config) -> dict[str, Workspace]:
@@ -155,63 +153,67 @@ def workspace(problem: Problem, config: Config) -> dict[str, Workspace]:
 
 
 def launches(problem: Problem, config: Config) -> tuple[Launch, ...]:
-    sizes = {"threads": config.threads, "smem_bytes": config.smem_bytes}
-    return images(problem, config).launches_around(build_flash, config, more=(problem.vector,), **sizes)
+    sizes, batches = {"threads": config.threads, "smem_bytes": config.smem_bytes}, images(problem, config)
+    return batches.launches_around(build_flash, config, (problem.vector, "scale", units_of(batches.lost)), **sizes)
 
 
 def build_flash(config: Config):
-    GROUPS, BLOCK_M, COLUMNS, K_ROWS = config.groups, config.block_m, config.d_bucket, config.k_rows
-    Q_TILES, OF_TILE, GROUP_BYTES = BLOCK_M // K_ROWS, K_ROWS // GROUP_ROWS, GROUP_ROWS * ROW_BYTES
+    GROUPS, BLOCK_M, COLUMNS = config.groups, config.block_m, config.d_bucket
     SLOTS, PART, PARTS = config.slots, config.part, padded(config.d_bucket) // config.part
-    Q_BYTES, TILE_BYTES = image_bytes(BLOCK_M, COLUMNS), image_bytes(K_ROWS, COLUMNS)
+    Q_BYTES, TILE_BYTES = image_bytes(BLOCK_M, COLUMNS), image_bytes(GROUP_ROWS, COLUMNS)
     BARRIERS, CONSUMERS = config.tiles_bytes, GROUP_THREADS * GROUPS
     PING_PONG, SKIPS = config.ping_pong, COLUMNS <= 128  # wider ones have no registers for skipping
     # Wider ones have no registers for what comes ahead; under causality it was 10 percent slower.
     IS_EARLY = COLUMNS <= 192 and not config.is_causal
-    S_SHAPE, O_SHAPE, ROW_SHAPE = (1, K_ROWS // 8, 4), (1, COLUMNS // 8, 4), (1, 2)
-    LEFT_SHAPE = (2, K_ROWS // STEP, 4)
+    source = split_q.source(COLUMNS, GROUPS, config.splits_q, IS_EARLY)
+    start_q, judge, copy_q, await_q, X_SHAPE = source.start, source.judge, source.late, source.wait, source.x_shape
+    FACT = shared_tile(BARRIERS + (2 * SLOTS + 1) * BARRIER_BYTES, source.facts)
+    S_SHAPE, O_SHAPE, ROW_SHAPE = (1, GROUP_ROWS // 8, 4), (1, COLUMNS // 8, 4), (1, 2)
+    LEFT_SHAPE = (2, GROUP_ROWS // STEP, 4)
     end_of_row = Mask(config.is_causal).end
     few, many = (setmaxnreg(n, more=more) for n, more in zip(config.registers, (False, True), strict=True))
     start_barriers = wgmma_ring.start_barriers(SLOTS, GROUP_WARPS * GROUPS)
-    place = wgmma_tile.place(config.is_causal, 2 * TILE_BYTES)
-    copy_q, feed = wgmma_ring.copy_q(BLOCK_M, COLUMNS), wgmma_ring.feed(COLUMNS, PART, SLOTS, K_ROWS)
-    await_copies, V_TURN = wgmma_ring.await_copies(PARTS), wgmma_ring.turn_after(PARTS, SLOTS)
-    take, skip = wgmma_ring.take(PARTS, SLOTS), wgmma_tile.skip(COLUMNS, PART, SLOTS, K_ROWS)
+    place, feed = wgmma_tile.place(config.is_causal, 2 * TILE_BYTES), wgmma_ring.feed(COLUMNS, PART, SLOTS)
+    await_slots, V_TURN = wgmma_ring.await_slots(PARTS), wgmma_ring.turn_after(PARTS, SLOTS)
+    take, skip = wgmma_ring.take(PARTS, SLOTS), wgmma_tile.skip(COLUMNS, PART, SLOTS)
     take_turn, end_turn = wgmma_tile.turns(GROUPS)
     start = mma_tile.start(WARP_ROWS, COLUMNS)
-    qk = wgmma_tile.scores(COLUMNS, PART, config.products, SLOTS, config.s_chains, K_ROWS)
-    mask, softmax = mma_tile.masked(WARP_ROWS, K_ROWS, end_of_row), mma_tile.softmax(WARP_ROWS, K_ROWS)
-    split, pv = wgmma_tile.split_left(K_ROWS), wgmma_tile.outputs(COLUMNS, PART, SLOTS, config.o_columns, K_ROWS)
+    qk = wgmma_tile.scores(COLUMNS, PART, config.products, SLOTS, config.s_chains)
+    mask, softmax = mma_tile.masked(WARP_ROWS, GROUP_ROWS, end_of_row), mma_tile.softmax(WARP_ROWS, GROUP_ROWS)
+    split, pv = wgmma_tile.split_left(), wgmma_tile.outputs(COLUMNS, PART, SLOTS, config.o_columns)
     finish, store_lse = mma_epilogue.finish_wide(WARP_ROWS, COLUMNS), mma_epilogue.store_lse(WARP_ROWS)
 
     @cuda.jit
     def flash_split_half(
-        Q, K, Q_image, K_image, V_image, Q_record, K_record, V_record, unsafe, O, lse, first_row, vector
+        Q, K, Q_image, K_image, V_image, Q_record, K_record, V_record, unsafe, O, lse, first_row, vector, scale, lost
     ):
         # who am I: block -> head, m_block; a warpgroup owns 64 query rows, the last one copies
-        H, Lq, D, Lk, (heads, m_blocks) = Q.shape[1], Q.shape[2], Q.shape[3], K.shape[2], unsafe.shape
+        H, Lq, Lk, (heads, m_blocks) = Q.shape[1], Q.shape[2], K.shape[2], unsafe.shape
         head, m_block = place(cuda.blockIdx.x, heads, m_blocks, K_record.shape[1])
-        tid, m0 = cuda.threadIdx.x, m_block * BLOCK_M
-        lane, group = tid & 31, tid >> 7
+        tid, m0, b = cuda.threadIdx.x, m_block * BLOCK_M, quotient(head, H)
         smem = shared_memory()
-        ring, q_full = smem + Q_BYTES, smem + BARRIERS
+        ring, barriers, gQ = smem + Q_BYTES, smem + BARRIERS, Q[b, head - b * H]
 
         # Q and the first tile of K, on their way while it is found out whether they are needed
-        start_barriers(q_full, tid)
+        start_barriers(barriers, tid)
+        x = cuda.local.array(X_SHAPE, float32)
+        start_q(x, gQ, m0 + (tid >> 5) * WARP_ROWS, smem, barriers, Q_image[opaque(head)], m_block, tid, vector)
         if IS_EARLY and tid == CONSUMERS and Lk >= FEW_KEYS:
             own = opaque(head)
-            copy_q(smem, q_full, Q_image[own], m_block)
-            feed(ring, q_full, 0, K_image[own], V_image[own], 0, 1)
+            feed(ring, barriers, 0, K_image[own], V_image[own], 0, 1)
 
         # halves only where they lose nothing
-        safe, v_amax = verdict(Q_record, K_record, V_record, head, m_block * Q_TILES, Q_TILES, D, ONE, lane)
+        safe, v_amax, q_unscale = judge(
+            x, Q.shape[3], smem, FACT(smem), Q_record, K_record, V_record, head, m_block, scale, lost, tid
+        )
         safe &= Lk >= FEW_KEYS
         if tid == 0:
             unsafe[head, m_block] = not safe
         if not safe:
             if IS_EARLY and tid == CONSUMERS and Lk >= FEW_KEYS:
                 # Nothing may arrive once shared memory is another block's.
-                await_copies(q_full)
+                await_q(barriers, q_unscale, Q_record, head, m_block, 0)
+                await_slots(barriers)
             return
         head, m_block = place(opaque(cuda.blockIdx.x), heads, m_blocks, K_record.shape[1])
         m0, tid = m_block * BLOCK_M, opaque(cuda.threadIdx.x)
@@ -222,12 +224,12 @@ def build_flash(config: Config):
             # copy tiles of K and V as slots become free
             few()
             if tid == CONSUMERS:
-                tiles = 2 * quotient(n_end + (K_ROWS - 1), K_ROWS)
+                tiles = 2 * quotient(n_end + (GROUP_ROWS - 1), GROUP_ROWS)
+                copy_q(smem, barriers, Q_image[head], m_block)
                 if IS_EARLY:
-                    feed(ring, q_full, V_TURN, K_image[head], V_image[head], 1, tiles)
+                    feed(ring, barriers, V_TURN, K_image[head], V_image[head], 1, tiles)
                 else:
-                    copy_q(smem, q_full, Q_image[head], m_block)
-                    feed(ring, q_full, 0, K_image[head], V_image[head], 0, tiles)
+                    feed(ring, barriers, 0, K_image[head], V_image[head], 0, tiles)
         else:
             # reset m, l, acc
             many()
@@ -239,42 +241,40 @@ def build_flash(config: Config):
             alpha = cuda.local.array(ROW_SHAPE, float32)
             parts, turn = cuda.local.array(PARTS, int32), 0
             start(acc, m, l)
-            q_tile = quotient(group, OF_TILE)
-            q_at = smem + q_tile * TILE_BYTES + (group - q_tile * OF_TILE) * GROUP_BYTES
-            v_bits, q_unscale = bits(v_amax), Q_record[head, m_block * Q_TILES + q_tile, UNSCALE]
+            q_at, v_bits = smem + group * TILE_BYTES, bits(v_amax)
             row0, own0, own_end = first_row + m0 + (tid >> 5) * WARP_ROWS, m0 + group * GROUP_ROWS, n_end
             if SKIPS:
                 # Of this group's own rows: none past the last row, fewer under causality.
                 own_end = end_of_row(first_row + min(own0 + GROUP_ROWS, Lq) - 1, Lk) if own0 < Lq else 0
             if PING_PONG and group == GROUPS - 1:
                 end_turn(group)
-            mbarrier_wait(q_full, 0)
+            q_unscale = await_q(barriers, q_unscale, Q_record, head, m_block, group)
 
-            for n0 in range(0, n_end, K_ROWS):
+            for n0 in range(0, n_end, GROUP_ROWS):
                 turn = take(parts, turn)
                 if PING_PONG:
                     take_turn(group)
                 if not SKIPS or n0 < own_end:
                     # S = Q K^T, P = 2^(S - m)
-                    unit = unit_of(q_unscale, K_record[opaque(head), n0 // K_ROWS, UNSCALE])
-                    peak = peak_of(V_record[opaque(head), n0 // K_ROWS, UNSCALE], scales(opaque(v_bits))[0])
-                    qk(S, q_at, ring, q_full, parts, lane == 0)
+                    unit = unit_of(q_unscale, K_record[opaque(head), n0 // GROUP_ROWS, UNSCALE])
+                    peak = peak_of(V_record[opaque(head), n0 // GROUP_ROWS, UNSCALE], scales(opaque(v_bits))[0])
+                    qk(S, q_at, ring, barriers, parts, lane == 0)
                     if PING_PONG:
                         end_turn(group)
-                    if n0 + K_ROWS > end_of_row(row0, Lk):
+                    if n0 + GROUP_ROWS > end_of_row(row0, Lk):
                         mask(S, row0, n0, Lk, opaque(lane))
                     softmax(S, m, l, alpha, unit, peak)
                     split(left, S)
 
                     # O = alpha O + P V
                     turn = take(parts, turn)
-                    pv(acc, left, alpha, ring, q_full, parts, lane == 0)
+                    pv(acc, left, alpha, ring, barriers, parts, lane == 0)
                 else:
                     if PING_PONG:
                         end_turn(group)
-                    skip(ring, q_full, parts, lane == 0)
+                    skip(ring, barriers, parts, lane == 0)
                     turn = take(parts, turn)
-                    skip(ring, q_full, parts, lane == 0)
+                    skip(ring, barriers, parts, lane == 0)
 
             # finish: O = acc / l, lse = m + ln l; found anew, so that registers serve the tiles
             head, m_block = place(opaque(cuda.blockIdx.x), heads, m_blocks, K_record.shape[1])

@@ -4,7 +4,7 @@
 error here: reads of memory nobody wrote, indices out of range (negative ones too), misaligned vectors, barriers and
 warp collectives that not all threads reach, two threads touching one shared byte without a barrier between with one
 of them writing, copies still in flight, two values for one element of global memory, a wait for what nobody brings
-about. See `SimulationError`.
+about, what a block of a cluster does in one that may have ended. See `SimulationError`.
 
 Twins of intrinsics are called as `twin(thread, *args)` with a `lockstep.Thread`.
 

@@ -71,6 +71,8 @@ _UNIFORM = {
     "match_all_sync": _match_all,
     "activemask": lambda lanes, present: present,
     "exchange": lambda lanes, present: {thread.lane: thread.value for thread in lanes},
+    "cluster_arrive": lambda lanes, present: None,
+    "cluster_wait": lambda lanes, present: None,
 }
 """Collectives whose result is the same in all lanes."""
 

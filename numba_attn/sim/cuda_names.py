@@ -5,7 +5,7 @@ from __future__ import annotations
 import sys
 from math import prod
 
-from numba_attn.sim.errors import fail
+from numba_attn.sim.errors import actor_text, fail
 from numba_attn.sim.local import LocalArray
 from numba_attn.sim.scalars import dtype_of, fused_multiply_add, maximum, minimum
 from numba_attn.sim.shared import SharedMemory
@@ -29,7 +29,7 @@ class Cuda:
     def __init__(self, thread: Thread):
         grid = thread.grid
         x, y, _ = grid.block_dim
-        i = thread.index
+        i = thread.tid
         self._thread = thread
         self.threadIdx = Dim3(i % x, i // x % y, i // (x * y))
         self.blockIdx = Dim3(0, 0, 0)
@@ -42,12 +42,12 @@ class Cuda:
         self.atomic = Atomics(thread)
 
     def start_block(self) -> None:
-        """The thread's block is the one that the grid runs now."""
-        grid = self._thread.grid
-        x, y, _ = grid.grid_dim
-        self.blockIdx.x = grid.block % x
-        self.blockIdx.y = grid.block // x % y
-        self.blockIdx.z = grid.block // (x * y)
+        """The thread is in the block that runs now."""
+        number = self._thread.block.number
+        x, y, _ = self._thread.grid.grid_dim
+        self.blockIdx.x = number % x
+        self.blockIdx.y = number // x % y
+        self.blockIdx.z = number // (x * y)
 
     def __getattr__(self, name):
         if name.startswith("__"):
@@ -178,23 +178,25 @@ class SharedArrays:
 
     def array(self, shape, dtype, alignment=None):
         thread = self._thread
-        grid = thread.grid
+        block = thread.block
         dtype = dtype_of(dtype)
         shape = tuple(map(int, shape)) if isinstance(shape, (tuple, list)) else (int(shape),)
         if shape == (0,):
-            return grid.dynamic.view(thread, 0, (grid.dynamic.size // dtype.itemsize,), (1,), dtype)
-        site = grid.site(sys._getframe(1))
-        if site not in grid.static:
+            return block.dynamic.view(thread, 0, (block.dynamic.size // dtype.itemsize,), (1,), dtype)
+        site = thread.grid.site(sys._getframe(1))
+        if site not in block.static:
             size = dtype.itemsize * prod(shape)
-            memory = SharedMemory(grid.clock, size, dtype.itemsize, alignment or dtype.itemsize, "static shared")
-            grid.static[site] = (memory, shape, dtype, thread.index)
-            total = sum(entry[0].size for entry in grid.static.values())
+            memory = SharedMemory(block.clock, size, dtype.itemsize, alignment or dtype.itemsize, "static shared")
+            block.static[site] = (memory, shape, dtype, thread.index)
+            total = sum(entry[0].size for entry in block.static.values())
             if total > MAX_STATIC_BYTES:
                 fail(thread, f"{total} bytes of static shared memory: a block may have {MAX_STATIC_BYTES}")
-        memory, first_shape, first_dtype, first = grid.static[site]
+        memory, first_shape, first_dtype, first = block.static[site]
         if (shape, dtype) != (first_shape, first_dtype):
             what = f"one shared array declared as {dtype} of shape {shape} here"
-            fail(thread, f"{what} and as {first_dtype} of shape {first_shape} by thread {first}", first)
+            fail(
+                thread, f"{what} and as {first_dtype} of shape {first_shape} by {actor_text(thread.grid, first)}", first
+            )
         strides = tuple(prod(shape[i + 1 :]) for i in range(len(shape)))
         return memory.view(thread, 0, shape, strides, dtype)
 

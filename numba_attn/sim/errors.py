@@ -15,7 +15,7 @@ class SimulationError(Exception):
     """A kernel did something that a GPU would answer with wrong values, a hang or a fault.
 
     The message is one paragraph. `file` and `line` are those of the kernel's or verb's source line (None where no
-    line is at fault), `threads` the linear numbers, within the block, of the threads involved.
+    line is at fault), `threads` the linear numbers, each within its block, of the threads involved.
     """
 
     def __init__(self, message: str, file: str | None = None, line: int | None = None, threads: tuple[int, ...] = ()):
@@ -37,7 +37,8 @@ def fail(thread, what: str, *others: int, file: str | None = None, line: int | N
     elif file:
         where += f", {file_line(file, line)}"
     numbers = tuple(dict.fromkeys(number for number in (thread.index, *others) if number < COPIES))
-    raise SimulationError(f"{what}; {where}; {thread.grid.block_text()}, {threads_text(numbers)}", file, line, numbers)
+    threads = tuple({number % thread.grid.stride: None for number in numbers})
+    raise SimulationError(f"{what}; {where}; {places_text(thread, numbers)}", file, line, threads)
 
 
 def fail_from(thread, error: Exception) -> None:
@@ -50,8 +51,8 @@ def fail_from(thread, error: Exception) -> None:
         traceback = traceback.tb_next
     where = _where(frames, thread.grid)
     file, line = (frames[0][0].co_filename, frames[0][1]) if frames else (None, None)
-    place = f"{where}; {thread.grid.block_text()}, {threads_text((thread.index,))}"
-    raise SimulationError(f"{type(error).__name__}: {error}; {place}", file, line, (thread.index,)) from error
+    place = f"{where}; {places_text(thread, (thread.index,))}"
+    raise SimulationError(f"{type(error).__name__}: {error}; {place}", file, line, (thread.tid,)) from error
 
 
 def stack(grid, frame) -> list[tuple]:
@@ -105,11 +106,20 @@ def file_line(file: str, line: int) -> str:
     return f"{min(relative, file, key=len)}:{line}"
 
 
-def actor_text(number: int) -> str:
+def actor_text(grid, number: int) -> str:
     """Who a thread of a mark is."""
-    if number >= TENSOR_CORES:
-        return f"the tensor cores for warp {number - TENSOR_CORES}"
-    return "a bulk copy" if number >= COPIES else f"thread {number}"
+    if COPIES <= number < TENSOR_CORES:
+        return "a bulk copy"
+    number, what = (number, "thread") if number < COPIES else ((number - TENSOR_CORES) * 32, "warp")
+    rank, tid = divmod(number, grid.stride)
+    who = f"thread {tid}" if what == "thread" else f"the tensor cores for warp {tid // 32}"
+    return who if grid.cluster == 1 else f"{who} of {grid.blocks[rank]}"
+
+
+def places_text(thread, numbers) -> str:
+    """The block and the threads involved."""
+    text = thread.grid.text(numbers)
+    return text if thread.grid.cluster > 1 else f"{thread.block}, {text}"
 
 
 def threads_text(numbers) -> str:

@@ -1,8 +1,9 @@
 """Threads in lockstep: one greenlet per thread, switched at barriers and warp collectives only.
 
-Blocks run one after the other. Within a block each warp runs until all its threads wait or have ended; a collective
-that all its lanes have reached is answered and the warp goes on. When every warp stands at the block barrier, time
-advances and all go on. Whoever waits for something that cannot come is reported with the places of all others.
+Blocks run one after the other, those of a cluster together. Each warp runs until all its threads wait or have ended; a
+collective that all its lanes have reached is answered and the warp goes on. When every warp of a block stands at its
+barrier, time advances and all go on. Whoever waits for something that cannot come is reported with the places of all
+others.
 """
 
 from __future__ import annotations
@@ -10,38 +11,45 @@ from __future__ import annotations
 import numpy as np
 from greenlet import GreenletExit, getcurrent, greenlet
 
-from numba_attn.sim import collectives, mbarriers
+from numba_attn.sim import clusters, collectives, mbarriers
+from numba_attn.sim.blocks import GROUP, Grid
 from numba_attn.sim.errors import MAX_LISTED, SimulationError, fail_from, file_line, threads_text
 from numba_attn.sim.marks import MAX_THREADS
 from numba_attn.sim.shared import FinerUnitsError
-from numba_attn.sim.threads import WARP, Grid, Thread
+from numba_attn.sim.threads import WARP, Thread
 from numba_attn.sim.warpgroups import Warpgroup
 
 ENDED = "ended"
-WAITS = MBARRIER, NAMED = "mbarrier wait", "named barrier"
+WAITS = MBARRIER, NAMED, CLUSTER = "mbarrier wait", "named barrier", "cluster barrier"
 PRODUCT = "warpgroup product"
 EVENTS = (*WAITS, PRODUCT)
 """What threads wait for without standing at a collective of their warp or block."""
-GROUP = 128
+
+_NEVER_COMES = {
+    MBARRIER: "wait for a phase that nobody completes",
+    NAMED: "named barrier that is not reached by all its threads",
+    CLUSTER: "cluster barrier not reached by all threads of the cluster",
+}
 
 
 class Hub:
-    """Runs the blocks of a grid."""
+    """Runs the blocks of a grid, one cluster after the other."""
 
     def __init__(self, grid: Grid, context):
         self.grid = grid
         self.context = context
-        x, y, z = grid.block_dim
-        self.threads = [Thread(grid, i, getcurrent()) for i in range(x * y * z)]
-        self.warps = [self.threads[i : i + WARP] for i in range(0, len(self.threads), WARP)]
+        n, ranks = grid.block_threads, range(grid.cluster)
+        self.of_block = [[Thread(grid, rank, tid, getcurrent()) for tid in range(n)] for rank in ranks]
+        self.threads = [thread for own in self.of_block for thread in own]
+        self.warps = [own[i : i + WARP] for own in self.of_block for i in range(0, n, WARP)]
+        self.groups = [own[i : i + GROUP] for own in self.of_block for i in range(0, n, GROUP)]
+        grid.threads = {thread.index: thread for thread in self.threads}
 
-    def run(self, block: int, programs) -> None:
-        """Run one block; `programs[i](None)` is what thread i executes."""
-        self.grid.start_block(block)
+    def run(self, number: int, programs) -> None:
+        """Run one cluster; `programs[i](None)` is what thread i of its blocks executes."""
+        blocks = self.grid.start(number)
         for thread, program in zip(self.threads, programs, strict=True):
-            thread.copies, thread.groups, thread.products, thread.known = [], [], [], None
-            thread.request, thread.answer = None, None
-            thread.greenlet = greenlet(program)
+            thread.start(blocks[thread.rank], greenlet(program))
             thread.greenlet.gr_context = self.context
         try:
             waiting = self.warps
@@ -72,17 +80,13 @@ class Hub:
     def _go_on(self):
         """The warps that can run, now that all threads wait; none if all have ended."""
         while any(thread.request in EVENTS for thread in self.threads):
-            if self._pass_events():
+            if self._pass_events() or (self.grid.cluster > 1 and self._pass_block_barriers()):
                 return [warp for warp in self.warps if any(thread.request is None for thread in warp)]
             if not self.grid.copies:
                 self._fail_events()
             # The last one first: who relies on an order of copies relies on nothing.
             self.grid.copies.pop().land()
-        if self._pass_block_barrier():
-            return self.warps
-        if self.grid.copies:
-            self._fail_copies()
-        return ()
+        return self._pass_block_barriers()
 
     def _pass_events(self) -> list:
         """Let threads go on because of an mbarrier's phase, a named barrier, or a whole warpgroup at a product."""
@@ -91,10 +95,13 @@ class Hub:
             if thread.request == MBARRIER and thread.value[0].is_complete(thread.value[1]):
                 thread.request = thread.answer = None
                 ready.append(thread)
-        while self.grid.passed:
-            ready += self.grid.passed.pop().go_on()
-        for first in range(0, len(self.threads), GROUP):
-            lanes = self.threads[first : first + GROUP]
+            elif thread.request == CLUSTER and clusters.may_pass(thread):
+                thread.request = thread.answer = thread.cluster_phase = None
+                ready.append(thread)
+        for block in self.grid.blocks:
+            while block.passed:
+                ready += block.passed.pop().go_on()
+        for lanes in self.groups:
             at_product = {(thread.request, thread.site) for thread in lanes}
             if len(lanes) == GROUP and len(at_product) == 1 and lanes[0].request == PRODUCT:
                 group = Warpgroup(lanes)
@@ -105,7 +112,6 @@ class Hub:
 
     def _meet(self, warp) -> list:
         """Answer the collectives whose lanes are all there; returns the lanes that go on."""
-        first = warp[0]
         groups = self._collectives(warp)
         if not groups:
             return []
@@ -116,7 +122,7 @@ class Hub:
                 self._answer(request, present, lanes)
                 ready += lanes
         if not ready and not any(thread.request in EVENTS for thread in warp):
-            self._fail_diverged(first.warp, warp, groups)
+            self._fail_diverged(warp, groups)
         return ready
 
     def _collectives(self, warp) -> dict:
@@ -138,7 +144,7 @@ class Hub:
             thread.request = None
 
     def _pass_warp_barrier(self, lanes) -> None:
-        time = self.grid.clock.tick()
+        time = lanes[0].block.clock.tick()
         seen = [max(times) for times in zip(*(thread.seen for thread in lanes), strict=True)]
         for thread in lanes:
             seen[thread.lane] = time
@@ -150,50 +156,53 @@ class Hub:
         for thread in lanes:
             thread.warp_mark = min(seen) * MAX_THREADS
 
-    def _pass_block_barrier(self) -> bool:
-        """Let all threads pass the barrier at which they stand; False if all have ended."""
-        requests = {(thread.request, thread.site if thread.request != ENDED else -1) for thread in self.threads}
+    def _pass_block_barriers(self) -> list:
+        """Let the threads of each block pass the barrier at which they all stand; the warps that go on."""
+        return [warp for own in self.of_block if self._pass_block_barrier(own) for warp in self._warps_of(own)]
+
+    def _warps_of(self, own: list) -> list:
+        n = len(self.warps) // self.grid.cluster
+        return self.warps[own[0].rank * n : (own[0].rank + 1) * n]
+
+    def _pass_block_barrier(self, threads: list) -> bool:
+        """Whether the threads of a block have passed a barrier; not if some wait for something else or all ended."""
+        requests = {(thread.request, thread.site if thread.request != ENDED else -1) for thread in threads}
+        if any(request in EVENTS for request, _ in requests):
+            return False
         if len(requests) > 1:
-            self._fail_barrier()
+            self._fail("barrier not reached by all threads of the block", threads, collectives.BLOCK_WIDE)
         request, _ = requests.pop()
         if request == ENDED:
             return False
-        self.grid.clock.new_block()
-        answer = collectives.BLOCK_WIDE[request]([thread.value for thread in self.threads])
-        for thread in self.threads:
-            thread.answer = answer
-            thread.request = None
+        threads[0].block.clock.new_block()
+        # What others released, and bytes that have come, are known to all if one thread knows them.
+        known = list({id(thread.known): thread.known for thread in threads if thread.known is not None}.values())
+        known = np.maximum.reduce(known) if len(known) > 1 else known[0] if known else None
+        answer = collectives.BLOCK_WIDE[request]([thread.value for thread in threads])
+        for thread in threads:
+            thread.known, thread.answer, thread.request = known, answer, None
         return True
-
-    def _fail_barrier(self) -> None:
-        self._fail("barrier not reached by all threads of the block", self.threads, collectives.BLOCK_WIDE)
 
     def _fail_events(self) -> None:
         """Nobody can go on, and some wait for what only others can bring about."""
         for warp in self.warps:
             groups = self._collectives(warp)
             if groups:
-                self._fail_diverged(warp[0].warp, warp, groups)
-        for first in range(0, len(self.threads), GROUP):
-            requests = {thread.request for thread in self.threads[first : first + GROUP]}
+                self._fail_diverged(warp, groups)
+        for group in self.groups:
+            requests = {thread.request for thread in group}
             if PRODUCT in requests and requests.isdisjoint(WAITS):
                 self._fail("products not reached by the whole warpgroup", self.threads, [PRODUCT])
         requests = {thread.request for thread in self.threads}
-        what, kind = ("wait for a phase that nobody completes", MBARRIER)
-        if MBARRIER not in requests:
-            what, kind = "named barrier that is not reached by all its threads", NAMED
-        self._fail(what, self.threads, [kind], mbarriers.unfinished(self.grid))
+        kind = next(kind for kind in WAITS if kind in requests)
+        self._fail(_NEVER_COMES[kind], self.threads, [kind], mbarriers.unfinished(self.grid))
 
-    def _fail_copies(self) -> None:
-        copy = self.grid.copies[0]
-        what = f"the block ended with {copy} in flight; kernel `{self.grid.name}`, {self.grid.block_text()}"
-        raise SimulationError(what, copy.file, copy.line, (copy.thread,))
-
-    def _fail_diverged(self, number: int, warp, groups) -> None:
+    def _fail_diverged(self, warp, groups) -> None:
+        number = warp[0].tid // WARP
         (request, mask, _), lanes = next(iter(groups.items()))
         there = {thread.lane for thread in lanes}
         missing = [lane for lane in range(WARP) if mask >> lane & 1 and lane not in there]
-        outside = [thread.index for thread in lanes if not mask >> thread.lane & 1]
+        outside = [thread.tid for thread in lanes if not mask >> thread.lane & 1]
         if outside:
             what = f"{request} called by lanes that are not in its mask {mask:#x} ({threads_text(outside)})"
         elif missing[-1] >= len(warp):
@@ -210,11 +219,12 @@ class Hub:
         texts = []
         for (request, site), numbers in list(places.items())[:MAX_LISTED]:
             where = "returned" if request == ENDED else f"at {request} {file_line(*self.grid.site_line(site))}"
-            texts.append(f"{threads_text(numbers)} {where}")
+            texts.append(f"{self.grid.text(numbers)} {where}")
         more = (" ..." if len(places) > MAX_LISTED else "") + more
         # The line at fault is one that waits; if several do, the one with the fewest threads.
         waiting = [(len(numbers), site, numbers) for (request, site), numbers in places.items() if request in kinds]
         _, site, numbers = min(waiting)
         file, line = self.grid.site_line(site)
-        message = f"{what}: {'; '.join(texts)}{more}; kernel `{self.grid.name}`, {self.grid.block_text()}"
-        raise SimulationError(message, file, line, tuple(numbers))
+        blocks = ", ".join(str(block) for block in dict.fromkeys(thread.block for thread in threads))
+        message = f"{what}: {'; '.join(texts)}{more}; kernel `{self.grid.name}`, {blocks}"
+        raise SimulationError(message, file, line, tuple({number % self.grid.stride: None for number in numbers}))

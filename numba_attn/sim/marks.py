@@ -1,6 +1,7 @@
-"""Marks: when and by which thread a cell of shared memory was last written, in one integer; and the clock of a launch.
+"""Marks: when and by which thread a cell of shared memory was last written, in one integer; and the clock of a block.
 
-A mark is `time * MAX_THREADS + thread`. Time advances at barriers only, so that marks compare as the times do.
+A mark is `time * MAX_THREADS + thread`. Time advances at barriers only, so that marks compare as the times do. Threads
+are numbered through the blocks of a cluster, whose clocks differ: a time is compared with others of the same thread.
 """
 
 from __future__ import annotations
@@ -8,14 +9,17 @@ from __future__ import annotations
 MAX_THREADS = 1 << 12
 ATOMIC = MAX_THREADS - 1  # "thread" of a mark: several threads may have written, all atomically
 NEVER = -MAX_THREADS
-COPIES = 1 << 10  # "thread" that the bulk copies of the first mbarrier are; those of the others follow
-TENSOR_CORES = 1 << 11  # and that the tensor cores are which read for warp 0
-KNOWN = TENSOR_CORES + 32
+COPIES = 1 << 11  # "thread" that the bulk copies of the first mbarrier are; those of the others follow
+MAX_MBARRIERS = 1 << 9
+TENSOR_CORES = COPIES + MAX_MBARRIERS  # and that the tensor cores are which read for warp 0
+KNOWN = TENSOR_CORES + COPIES // 32
 IN_FLIGHT = (1 << 62) + ATOMIC - 1  # later than all other marks, by no thread
+LANDED = 1 << 40  # added to times of bulk copies: no barrier of the block orders them, but the wait for them
+UNENDED = 1 << 48  # time of a read of shared memory that is not over
 
 
 class Clock:
-    """Time of a launch: the number of barriers passed, by warps or blocks."""
+    """Time of a block: the number of barriers passed, by warps or all."""
 
     __slots__ = ("time", "mark", "block_time", "block_mark")
 

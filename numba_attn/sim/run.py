@@ -12,18 +12,20 @@ from numpy.lib.stride_tricks import as_strided
 
 from numba_attn.kernel import Kernel, Matmul, Part
 from numba_attn.problem import H200, Geometry, Operand, Problem, check_precision, describe
+from numba_attn.sim.blocks import GROUP, Grid
 from numba_attn.sim.errors import SimulationError
 from numba_attn.sim.lockstep import Hub
+from numba_attn.sim.marks import COPIES
 from numba_attn.sim.rebind import Binder, python_function
 from numba_attn.sim.shared import FinerUnitsError
 from numba_attn.sim.tensors import Log, Tensor
-from numba_attn.sim.threads import Grid
 
 WORD = 4
 MAX_THREADS_PER_BLOCK = 1024
+MAX_CLUSTER = 8
 
 
-def launch(function, grid, threads, args, smem_bytes: int = 0) -> None:
+def launch(function, grid, threads, args, smem_bytes: int = 0, cluster: int = 1) -> None:
     """Run a kernel on numpy arrays, in place.
 
     Args:
@@ -32,6 +34,7 @@ def launch(function, grid, threads, args, smem_bytes: int = 0) -> None:
         threads: threads of a block, likewise; 1024 at most.
         args: the kernel's arguments: numpy arrays become global tensors, everything else is passed on as it is.
         smem_bytes: dynamic shared memory of a block.
+        cluster: consecutive blocks of a thread block cluster, which run together.
 
     Raises:
         SimulationError: the kernel is at fault, or uses something that has no twin.
@@ -39,7 +42,7 @@ def launch(function, grid, threads, args, smem_bytes: int = 0) -> None:
     """
     names = python_function(function).__code__.co_varnames
     logs = [Log(arg.shape, np.ones(arg.shape, bool)) if isinstance(arg, np.ndarray) else None for arg in args]
-    _launch(function, _dim3("grid", grid), _dim3("threads", threads), args, names, logs, smem_bytes)
+    _launch(function, _dim3("grid", grid), _dim3("threads", threads), args, names, logs, smem_bytes, cluster)
 
 
 def attention(
@@ -121,8 +124,6 @@ def _simulated(kernel: Kernel, config, geometry: Geometry, given: list[np.ndarra
         if isinstance(step, Matmul):
             _multiply(step, arrays, written)
             continue
-        if step.cluster != 1:
-            raise SimulationError(f"kernel `{kernel.name}`: clusters are not simulated, blocks run one by one")
         names = [argument.name if isinstance(argument, Part) else str(argument) for argument in step.args]
         args = [np.float32(scale) if x == "scale" else x if isinstance(x, int) else _of(arrays, x) for x in step.args]
         # A launch races with none before it: its logs start empty.
@@ -131,7 +132,8 @@ def _simulated(kernel: Kernel, config, geometry: Geometry, given: list[np.ndarra
             for arg, x in zip(args, step.args, strict=True)
         ]
         function = step.build(step.config)
-        _launch(function, (step.grid, 1, 1), (step.threads, 1, 1), args, names, logs, step.smem_bytes)
+        sizes = (step.grid, 1, 1), (step.threads, 1, 1)
+        _launch(function, *sizes, args, names, logs, step.smem_bytes, step.cluster)
     for name in ("O", "lse"):
         missing = np.argwhere(~written[name])
         if len(missing):
@@ -163,9 +165,13 @@ def _multiply(step: Matmul, arrays: dict[str, np.ndarray], written: dict[str, np
     _of(written, step.out)[...] = True
 
 
-def _launch(function, grid_dim, block_dim, args, names, logs, smem_bytes: int) -> None:
+def _launch(function, grid_dim, block_dim, args, names, logs, smem_bytes: int, cluster: int) -> None:
     if not 1 <= prod(block_dim) <= MAX_THREADS_PER_BLOCK:
         raise ValueError(f"threads: a block has 1 to {MAX_THREADS_PER_BLOCK} threads, not {prod(block_dim)}")
+    if not 1 <= cluster <= MAX_CLUSTER or grid_dim[0] % cluster:
+        raise ValueError(f"cluster: 1 to {MAX_CLUSTER} blocks that divide the grid's {grid_dim[0]}, not {cluster}")
+    if cluster > 1 and cluster * -(-prod(block_dim) // GROUP) * GROUP > COPIES:
+        raise ValueError(f"cluster: of more than {COPIES} threads in all, which is not simulated")
     function = python_function(function)
     outputs = [arg for arg in args if isinstance(arg, np.ndarray)]
     # A view with smaller elements than the cells of shared memory asks for smaller cells: start again.
@@ -173,7 +179,7 @@ def _launch(function, grid_dim, block_dim, args, names, logs, smem_bytes: int) -
     written = [None if log is None or log.written is None else log.written.copy() for log in logs]
     unit = WORD
     while True:
-        grid = Grid(function.__name__, function.__code__, grid_dim, block_dim, smem_bytes, unit)
+        grid = Grid(function.__name__, function.__code__, grid_dim, block_dim, smem_bytes, unit, cluster)
         try:
             _run(grid, function, args, names, logs)
             return
@@ -202,8 +208,8 @@ def _run(grid: Grid, function, args, names, logs) -> None:
             for arg, name, log in zip(args, names, logs, strict=False)
         ]
         programs.append(partial(_call, binder, binder.function(function), own))
-    for block in range(prod(grid.grid_dim)):
-        hub.run(block, programs)
+    for number in range(prod(grid.grid_dim) // grid.cluster):
+        hub.run(number, programs)
 
 
 def _call(binder: Binder, function, args, _) -> None:

@@ -9,7 +9,7 @@ so aliasing tiles see each other's values and faults. Per cell there is
 
 Two accesses of a cell by different threads, one of them a write, need a barrier between. `clock.mark` is the mark of
 now and `clock.block_mark` that of the last block barrier: a mark below the latter is ordered before everything that
-runs now, which is the one comparison that a race-free access pays. Time advances at barriers only.
+the block runs now, which is the one comparison that a race-free access pays. Time advances at barriers only.
 
 Here is the thorough way to read and write one element; the short ways that most accesses take are in `views`.
 """
@@ -21,7 +21,7 @@ from math import prod
 import numpy as np
 
 from numba_attn.sim.errors import actor_text, fail, file_line
-from numba_attn.sim.marks import ATOMIC, IN_FLIGHT, MAX_THREADS, NEVER
+from numba_attn.sim.marks import ATOMIC, COPIES, IN_FLIGHT, MAX_THREADS, NEVER
 from numba_attn.sim.scalars import dtype_of
 from numba_attn.sim.views import make_view
 
@@ -117,32 +117,29 @@ class SharedMemory:
     def check_write(self, view, thread, cell: int, index, action: str = "write") -> None:
         """Fail unless `thread` may write the cell now; forgets its readers."""
         mark = self.marks[cell]
-        if mark >= self.clock.block_mark and mark % MAX_THREADS != thread.index:
+        # A thread of another block, which copies here, is not behind this one's barriers.
+        is_recent = mark >= self.clock.block_mark or (mark >= 0 and thread.block.clock is not self.clock)
+        if is_recent and mark % MAX_THREADS != thread.index:
             if mark == IN_FLIGHT:
                 self.fail_in_flight(view, thread, self.cells[cell], action, index)
-            self.check_writer(view, thread, cell, action, index)
+            # Bytes that have come may be written over once that is known, whoever told it.
+            self.check_writer(view, thread, cell, action, index, -1 if mark % MAX_THREADS >= COPIES else 0)
         readers = self.readers[cell]
         if readers:
             for reader, time in readers.items():
-                if reader != thread.index and not self.ordered(thread, reader, time):
+                if reader != thread.index and not thread.ordered(reader, time, -1):
                     self.fail_race(view, thread, action, index, reader, "read")
             self.readers[cell] = None
 
-    def check_writer(self, view, thread, cell: int, action: str, index) -> None:
-        """Fail if the last write of the cell is not ordered before `thread`."""
+    def check_writer(self, view, thread, cell: int, action: str, index, row: int = 0) -> None:
+        """Fail if the last write of the cell is not ordered before `thread`: in that row of what it knows."""
         time, writer = divmod(self.marks[cell], MAX_THREADS)
         if writer == ATOMIC:
             for other, at in self.atomics[cell][1].items():
-                if other != thread.index and not self.ordered(thread, other, at):
+                if other != thread.index and not thread.ordered(other, at):
                     self.fail_race(view, thread, action, index, other, "updated atomically")
-        elif not self.ordered(thread, writer, time):
+        elif not thread.ordered(writer, time, row):
             self.fail_race(view, thread, action, index, writer, "written")
-
-    def ordered(self, thread, other: int, time: int) -> bool:
-        """Whether a barrier stands between what thread `other` did at `time` and `thread` now."""
-        if time < self.clock.block_time:
-            return True
-        return thread.ordered(other, time)
 
     def atomic(self, view, thread, cell: int, index, update):
         """Replace the element by `update(old)` in one step and return old."""
@@ -166,10 +163,13 @@ class SharedMemory:
         return old
 
     def fail_race(self, view, thread, action: str, index, other: int, done: str) -> None:
-        by = f"{done} by {actor_text(other)} with no barrier between"
+        by = f"{done} by {actor_text(thread.grid, other)} with no barrier between"
+        for copy in thread.grid.copies:
+            if copy.barrier.writer == other and copy.source is self and done == "read":
+                by = f"which {copy}, reads"
         fail(thread, f"race: {action} of {view.text(index)}, {by}", other)
 
     def fail_in_flight(self, view, thread, flight: InFlight, action: str, index) -> None:
-        issued = f"{file_line(flight.file, flight.line)} by thread {flight.thread}"
+        issued = f"{file_line(flight.file, flight.line)} by {actor_text(thread.grid, flight.thread)}"
         what = f"{action} of {view.text(index)} while an asynchronous copy to it, issued at {issued}, is in flight"
         fail(thread, what, flight.thread)

@@ -100,14 +100,17 @@ class Tensor:
 
     def _ordered(self, last) -> bool:
         """Whether a recorded write comes before what the thread does now."""
-        other, block, time, _ = last
-        return block == self.thread.grid.block and (other == self.thread.index or self.thread.ordered(other, time))
+        other, cluster, time, _ = last
+        return cluster == self.thread.grid.number and (other == self.thread.index or self.thread.ordered(other, time))
 
     def _writer(self, last) -> tuple[str, tuple[int, ...]]:
-        other, block, _, _ = last
-        if block == self.thread.grid.block:
-            return threads_text((other,)), (other,)
-        return f"{threads_text((other,))} of block {block}", ()
+        other, cluster, _, _ = last
+        rank, tid = divmod(other, self.thread.grid.stride)
+        is_own = cluster == self.thread.grid.number
+        of_block = (
+            "" if is_own and rank == self.thread.rank else f" of block {cluster * self.thread.grid.cluster + rank}"
+        )
+        return f"{threads_text((tid,))}{of_block}", (other,) if is_own else ()
 
     def read_run(self, index) -> np.ndarray:
         """`self[index]` whose last subscript is a slice in range, as an array."""
@@ -145,7 +148,7 @@ class Tensor:
                 who, threads = self._writer(last)
                 what = f"two values written to {self.text(index)}: {self.array[index]} by {who}, then {value}"
                 fail(thread, what, *threads)
-        self.log.writes[index] = (thread.index, thread.grid.block, thread.grid.clock.time, atomic)
+        self.log.writes[index] = (thread.index, thread.grid.number, thread.block.clock.time, atomic)
         if self._written is not None:
             self._written[index] = True
 

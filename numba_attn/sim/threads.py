@@ -1,111 +1,43 @@
-"""One launch and its threads: what a simulated thread knows, and what it can do apart from computing."""
+"""What a simulated thread knows, and what it can do apart from computing."""
 
 from __future__ import annotations
 
 import sys
+from bisect import bisect_left
 
 import numpy as np
 
-from numba_attn.sim import mbarriers, vectors, warpgroups
+from numba_attn.sim import clusters, mbarriers, vectors, warpgroups
+from numba_attn.sim.blocks import Block, Grid
 from numba_attn.sim.errors import fail, file_line
-from numba_attn.sim.marks import KNOWN, Clock
-from numba_attn.sim.shared import SharedMemory
+from numba_attn.sim.marks import UNENDED
 
 WARP = 32
 FULL = 0xFFFFFFFF
 
 
-class Grid:
-    """One launch: its dimensions, its threads and the state of the block that runs now."""
-
-    def __init__(self, name: str, kernel_code, grid_dim, block_dim, smem_bytes: int, unit: int):
-        self.name = name
-        self.kernel_code = kernel_code
-        self.codes = {kernel_code}
-        self.grid_dim = grid_dim
-        self.block_dim = block_dim
-        self.smem_bytes = smem_bytes
-        self.unit = unit
-        self.clock = Clock()
-        self.block = 0
-        self.dynamic = None
-        self.static = {}
-        self.mbarriers = {}  # by address
-        self.named = {}  # barriers that some warps have reached, by name
-        self.passed = []  # and those that all have
-        self.copies = []  # bulk copies in flight
-        self._sites = {}
-        self._places = []
-        self._site_of = {}
-
-    def start_block(self, block: int) -> None:
-        """Fresh shared memory for the next block."""
-        self.clock.new_block()
-        self.block = block
-        # The pool of dynamic shared memory is aligned to a row of banks.
-        self.dynamic = SharedMemory(self.clock, self.smem_bytes, self.unit, 128, "dynamic shared")
-        self.static = {}
-        self.mbarriers, self.named, self.passed, self.copies = {}, {}, [], []
-
-    def block_text(self) -> str:
-        x, y, z = self.grid_dim
-        if y * z == 1:
-            return f"block {self.block}"
-        return f"block {self.block} ({self.block % x}, {self.block // x % y}, {self.block // (x * y)})"
-
-    def site(self, frame) -> int:
-        """Number of the place in the source from which the calls up to `frame` come; equal for equal places."""
-        key = []
-        kernel = self.kernel_code
-        first = frame
-        while frame is not None:
-            code = frame.f_code
-            key.append(id(code))
-            key.append(frame.f_lasti)
-            if code is kernel:
-                break
-            frame = frame.f_back
-        key = tuple(key)
-        site = self._site_of.get(key)
-        if site is None:
-            site = self._site_of[key] = self._new_site(first)
-        return site
-
-    def _new_site(self, frame) -> int:
-        # The compiler may have put one place of the source into the code twice, as it does with a `while` test.
-        place = []
-        while frame is not None:
-            code = frame.f_code
-            if code in self.codes:
-                at = list(code.co_positions())[frame.f_lasti // 2]
-                place.append((code, frame.f_lineno, at))
-            if code is self.kernel_code:
-                break
-            frame = frame.f_back
-        place = tuple(place)
-        if place not in self._sites:
-            self._sites[place] = len(self._sites)
-            self._places.append(place)
-        return self._sites[place]
-
-    def site_line(self, site: int) -> tuple[str | None, int | None]:
-        """File and line of a site."""
-        place = self._places[site]
-        return (place[0][0].co_filename, place[0][1]) if place else (None, None)
-
-
 class Thread:
     """One thread: what twins of intrinsics are given as their first argument."""
 
-    def __init__(self, grid: Grid, index: int, hub):
+    def __init__(self, grid: Grid, rank: int, tid: int, hub):
         self.grid = grid
-        self.index = index
-        self.warp = index // WARP
-        self.lane = index % WARP
+        self.rank = rank
+        self.tid = tid
+        self.index = tid if rank == 0 else rank * grid.stride + tid
+        """Its number among the threads of the cluster."""
+        self.warp = self.index // WARP
+        self.lane = tid % WARP
+        self.block = None
+        self.warp_lanes = (1 << min(WARP, grid.block_threads - tid // WARP * WARP)) - 1
         self.seen = [0] * WARP  # per lane of the warp: its accesses before this time are ordered before ours
         self.warp_mark = 0
         self.known = None
-        """By number of the thread, the same for those of all warps and for what is no thread (`marks`)."""
+        """By number of the thread, the same for those of all warps and for what is no thread (`marks`). In a cluster a
+        second row of what is over, reads and copies: it may be written over, but not read. Never changed in place."""
+        self.fences = []
+        """When it has executed `fence_proxy_async`."""
+        self.cluster_phase = None
+        """The phase of the cluster's barrier at which it has arrived without waiting yet."""
         self.request = None
         self.mask = FULL
         self.value = None
@@ -114,8 +46,18 @@ class Thread:
         self.copies = []
         self.groups = []
         self.products = []  # of the tensor cores, in flight
+        self.pools = {}
         self.greenlet = None
         self._hub = hub
+        self._first, self._end = rank * grid.stride, (rank + 1) * grid.stride
+
+    def start(self, block: Block, program) -> None:
+        """The thread is at the beginning of a block."""
+        self.block = block
+        self.copies, self.groups, self.products, self.known = [], [], [], None
+        self.fences, self.cluster_phase, self.pools = [], None, {}
+        self.request, self.answer = None, None
+        self.greenlet = program
 
     def meet(self, request: str, mask: int, value=None):
         """Wait at a barrier or collective until all threads that take part are there; returns this one's result."""
@@ -129,13 +71,31 @@ class Thread:
         """{lane: value} of all lanes in `mask`: the collective from which twins build others (`mma`, for one)."""
         return self.meet("exchange", mask, value)
 
-    def ordered(self, other: int, time: int) -> bool:
-        """Whether a barrier stands between what thread `other` of this block did at `time` and this thread now."""
-        if time < self.grid.clock.block_time:
+    def ordered(self, other: int, time: int, row: int = 0) -> bool:
+        """Whether a barrier stands between what thread `other` did at `time` and this thread now.
+
+        Row 0 of what it knows, or -1 for what need only be over.
+        """
+        if time < self.block.clock.block_time and self._first <= other < self._end:
             return True
         if other // WARP == self.warp and time < self.seen[other % WARP]:
             return True
-        return self.known is not None and bool(time < self.known[other])
+        return self.known is not None and bool(time < self.known[row, other])
+
+    def until(self) -> np.ndarray:
+        """Per thread of the cluster, the time before which its accesses are ordered before this thread now."""
+        n = self._end if self.grid.cluster == 1 else self.grid.cluster * self.grid.stride
+        found = np.zeros(n, np.int64) if self.known is None else self.known[0, :n].copy()
+        own, first = found[self._first : self._end], self.warp * WARP
+        np.maximum(own, self.block.clock.block_time, out=own)
+        found[first : first + WARP] = np.maximum(found[first : first + WARP], self.seen)
+        found[self.index] = UNENDED
+        return found
+
+    def fenced(self, time: int) -> int | None:
+        """When the thread first executed `fence_proxy_async` after a store at `time`."""
+        i = bisect_left(self.fences, time + 1)
+        return self.fences[i] if i < len(self.fences) else None
 
     def learn(self, released) -> None:
         """What others have released is ordered before what this thread does now."""
@@ -143,15 +103,19 @@ class Thread:
 
     def released(self):
         """Per thread, the time before which its accesses are ordered before whoever acquires this one's arrival."""
-        now = np.zeros(KNOWN, np.int64) if self.known is None else self.known.copy()
-        first = self.warp * WARP
-        now[first : first + WARP] = np.maximum(now[first : first + WARP], self.seen)
-        now[self.index] = self.grid.clock.tick()
+        now = self.grid.nothing_known() if self.known is None else self.known.copy()
+        clock, first = self.block.clock, self.warp * WARP
+        if self.grid.cluster > 1:
+            own = now[:, self._first : self._end]
+            np.maximum(own, clock.block_time, out=own)
+        own = now[:, first : first + WARP]
+        np.maximum(own, self.seen, out=own)
+        now[:, self.index] = clock.tick()
         return now
 
     def shared_tile(self, offset_bytes: int, shape, strides, dtype):
         """This thread's view of dynamic shared memory at a byte offset; strides in elements."""
-        return self.grid.dynamic.view(self, offset_bytes, tuple(shape), tuple(strides), dtype)
+        return self.block.dynamic.view(self, offset_bytes, tuple(shape), tuple(strides), dtype)
 
     def load(self, array, index, n: int) -> tuple:
         """`n` consecutive elements of a shared view or tensor, in one aligned access."""
@@ -160,6 +124,14 @@ class Thread:
     def store(self, array, index, values) -> None:
         """Write consecutive elements of a shared view or tensor, in one aligned access."""
         vectors.store(self, array, index, values)
+
+    def load_shared(self, address: int, n: int) -> list:
+        """`n` fp32 at an address of dynamic shared memory."""
+        return list(vectors.load_at(self, address, n))
+
+    def store_shared(self, address: int, words: list) -> None:
+        """Write 32-bit words to an address of dynamic shared memory."""
+        vectors.store_at(self, address, words)
 
     def copy_async(self, target, target_index, source, source_index, n: int, valid: int) -> None:
         """Start an asynchronous copy of `n` elements of a tensor, zeros after the first `valid`, to shared memory."""
@@ -185,8 +157,9 @@ class Thread:
         """One arrival, after `n_bytes` have been announced."""
         mbarriers.arrive(self, address, n_bytes)
 
-    def mbarrier_wait(self, address: int, parity: int) -> None:
-        mbarriers.wait(self, address, parity)
+    def mbarrier_wait(self, address: int, parity: int, *, of_cluster: bool = False) -> None:
+        """Wait for a phase; `of_cluster`: acquire what other blocks released too."""
+        mbarriers.wait(self, address, parity, of_cluster=of_cluster)
 
     def copy_bulk(self, target: int, source, n_bytes: int, barrier: int) -> None:
         """Start a copy from `source`, a tensor and the index of the first element, to a shared address."""
@@ -194,6 +167,29 @@ class Thread:
 
     def named_barrier(self, name: int, threads: int, *, wait: bool) -> None:
         mbarriers.named(self, name, threads, wait=wait)
+
+    def fence_proxy_async(self) -> None:
+        """What the thread has stored is there for bulk copies and products that are ordered behind now."""
+        self.fences.append(self.block.clock.tick())
+
+    def cluster_rank(self) -> int:
+        return self.rank
+
+    def cluster_arrive(self) -> None:
+        self.meet("cluster_arrive", self.warp_lanes)
+        clusters.arrive(self)
+
+    def cluster_wait(self) -> None:
+        self.meet("cluster_wait", self.warp_lanes)
+        clusters.wait(self)
+
+    def mbarrier_arrive_at(self, address: int, rank: int, *, releases: bool = True) -> None:
+        """One arrival in block `rank` of the cluster."""
+        clusters.arrive_at(self, address, rank, releases=releases)
+
+    def copy_bulk_to(self, target: int, source: int, n_bytes: int, barrier: int, rank: int) -> None:
+        """Start a copy from a shared address to one of block `rank`, counted by its barrier."""
+        clusters.copy_bulk_to(self, target, source, n_bytes, barrier, rank)
 
     def meet_warpgroup(self, value) -> warpgroups.Warpgroup:
         """Wait for the other threads of the warpgroup, which bring their values: for twins of its products."""
@@ -222,3 +218,6 @@ class Thread:
             place = file_line(flight.file, flight.line)
             what = f"the thread ended with {len(left)} copied words in flight, the first issued at {place}"
             fail(self, what, file=flight.file, line=flight.line)
+        self.block.running -= 1
+        if self.block.running == 0:
+            clusters.end_block(self)

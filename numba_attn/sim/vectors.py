@@ -8,6 +8,8 @@ from numba_attn.sim.shared import InFlight
 from numba_attn.sim.tensors import Tensor
 from numba_attn.sim.views import View
 
+WORD = 4
+
 
 def load(thread, array, index, n: int) -> tuple:
     """Elements `array[..., i], ..., array[..., i + n - 1]` in one access."""
@@ -61,6 +63,34 @@ def copy_async(thread, target, target_index, source, source_index, n: int, valid
             memory.cells[cell] = InFlight(piece, thread.index, file, line)
             memory.marks[cell] = IN_FLIGHT
             thread.copies.append((memory, cell))
+
+
+def load_at(thread, address: int, n: int) -> tuple:
+    """`n` fp32 at an address of dynamic shared memory, in one aligned access."""
+    return load(thread, _pool(thread, "float32"), (_place(thread, address, n),), n)
+
+
+def store_at(thread, address: int, words) -> None:
+    """Write 32-bit words to an address of dynamic shared memory, in one aligned access."""
+    pool, first = _pool(thread, "uint32"), _place(thread, address, len(words))
+    for place, word in enumerate(words, first):
+        pool[place] = word
+
+
+def _pool(thread, dtype: str) -> View:
+    """This thread's view of all dynamic shared memory."""
+    if dtype not in thread.pools:
+        thread.pools[dtype] = thread.shared_tile(0, (thread.block.dynamic.size // WORD,), (1,), dtype)
+    return thread.pools[dtype]
+
+
+def _place(thread, address: int, n: int) -> int:
+    """Number of the word at an address."""
+    if n not in (1, 2, 4):
+        fail(thread, f"an access of {n} words of shared memory: 1, 2 and 4 are possible")
+    if address % (WORD * n):
+        fail(thread, f"misaligned access to {n} words at byte {address} of shared memory")
+    return int(address) // WORD
 
 
 def land(thread, copies) -> None:

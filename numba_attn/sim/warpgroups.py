@@ -7,9 +7,9 @@ from __future__ import annotations
 
 import numpy as np
 
-from numba_attn.sim.errors import actor_text, caller_line, fail, file_line
-from numba_attn.sim.marks import COPIES, IN_FLIGHT, KNOWN, MAX_THREADS, TENSOR_CORES
-from numba_attn.sim.shared import InFlight
+from numba_attn.sim.errors import caller_line, fail, file_line
+from numba_attn.sim.marks import TENSOR_CORES
+from numba_attn.sim.operands import Operands
 
 CHUNK_BYTES = 16
 
@@ -20,8 +20,10 @@ class Warpgroup:
     def __init__(self, threads):
         self.threads = threads
         self.values = [thread.value for thread in threads]
-        self.time = threads[0].grid.clock.tick()
-        threads[0].grid.clock.tick()
+        clock = threads[0].block.clock
+        self.time = clock.tick()
+        clock.tick()
+        self.operands = Operands(threads)
         self.result = None
         """What the first thread that goes on makes of the values, for all."""
 
@@ -34,18 +36,18 @@ class Warpgroup:
 
     def halves(self, thread, chunks: np.ndarray) -> np.ndarray:
         """[row, chunk, half] of the chunks at these addresses [row, chunk]."""
-        memory = thread.grid.dynamic
+        memory = thread.block.dynamic
         if chunks.min() < 0 or chunks.max() > memory.size - CHUNK_BYTES or (chunks % CHUNK_BYTES).any():
             fail(thread, f"an operand at bytes {chunks.min()} to {chunks.max() + CHUNK_BYTES} of {memory.size}")
         cells = (chunks[..., None] // memory.unit + np.arange(CHUNK_BYTES // memory.unit)).ravel().tolist()
-        self._check(thread, memory, cells)
+        self.operands.check(thread, memory, cells, "an operand")
         values = [memory.cells[cell] for cell in cells]
         raw = b"".join(value if type(value) is bytes else value.tobytes() for value in values)
         return np.frombuffer(raw, np.float16).reshape(*chunks.shape, CHUNK_BYTES // 2)
 
     def mark(self, thread, chunks: np.ndarray, warps) -> None:
         """Remember that the tensor cores have read the chunks for these warps of the group."""
-        memory, first = thread.grid.dynamic, self.threads[0].warp
+        memory, first = thread.block.dynamic, self.threads[0].warp
         cells = (np.unique(chunks)[:, None] // memory.unit + np.arange(CHUNK_BYTES // memory.unit)).ravel().tolist()
         readers = dict.fromkeys((TENSOR_CORES + first + warp for warp in warps), self.time)
         for cell in cells:
@@ -53,27 +55,6 @@ class Warpgroup:
                 memory.readers[cell] = readers.copy()
             else:
                 memory.readers[cell].update(readers)
-
-    def _check(self, thread, memory, cells) -> None:
-        """Fail unless what is read is there, for all threads."""
-        marks = [memory.marks[cell] for cell in cells]
-        for mark in set(marks):
-            cell = cells[marks.index(mark)]
-            at, value = f"byte {cell * memory.unit} of shared memory", memory.cells[cell]
-            if value is None:
-                fail(thread, f"an operand has {at}, which nobody has written")
-            if mark == IN_FLIGHT or type(value) is InFlight:
-                place = file_line(value.file, value.line)
-                copy = f"an asynchronous copy to it, issued at {place} by thread {value.thread}, is in flight"
-                fail(thread, f"an operand has {at} while {copy}", value.thread)
-            time, writer = divmod(mark, MAX_THREADS)
-            if writer < COPIES:
-                # The tensor cores see what threads store after fence.proxy.async, which has no twin.
-                fail(thread, f"an operand has {at}, stored by thread {writer} and not by a bulk copy", writer)
-            for other in self.threads if mark >= memory.clock.block_mark else ():
-                if not other.ordered(writer, time):
-                    what = f"race: an operand has {at}, written by {actor_text(writer)} with no barrier between"
-                    fail(thread, what, other.index)
 
 
 class InFlightProduct:
@@ -111,8 +92,8 @@ def wait(thread, pending: int, sums: list, registers: list) -> list:
         if not set(product.registers) <= set(registers):
             place = file_line(product.file, product.line)
             fail(thread, f"a wait for products, issued at {place}, whose left registers may be overwritten before it")
-        released = np.zeros(KNOWN, np.int64)
-        released[TENSOR_CORES + thread.warp] = product.time + 1
+        released = thread.grid.nothing_known()
+        released[:, TENSOR_CORES + thread.warp] = product.time + 1
         thread.learn(released)
     for x in sums:
         if isinstance(x, Sum) and not x.product.is_done:

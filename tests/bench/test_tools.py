@@ -285,7 +285,7 @@ def test_distributions(capsys):
     assert len([line for line in lines if line.startswith(tuple(distributions.DISTRIBUTIONS))]) == 8
 
 
-@pytest.mark.parametrize("name", ["APART", "ANY_TURN", "KEYS_128_D64", "KEYS_128_D128"])
+@pytest.mark.parametrize("name", ["APART", "ANY_TURN"])
 def test_variants_are_kernels_that_differ_from_the_chosen(name):
     kernel, case = getattr(variants, name), testing.Case(1, 1, 20, 40, 16, 16)
     original = next(k for k in KERNELS if kernel.name.startswith(k.name))
@@ -299,5 +299,4 @@ def test_variants_are_kernels_that_differ_from_the_chosen(name):
 def test_a_variant_for_some_head_dims_says_so():
     wide = parse("b1_h1_q100_k100_d129")
     assert variants.ANY_TURN.supports(wide, H200) == "for head dims up to 128"
-    assert variants.KEYS_128_D64.supports(parse("b1_h1_q100_k100_d65"), H200) == "for head dims up to 64"
     assert variants.APART.supports(wide, H200) is None

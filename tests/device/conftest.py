@@ -18,6 +18,6 @@ def compile_and_simulate(kernel, *arrays, **sizes) -> None:
     params=[compile_and_simulate, pytest.param(run_on_gpu, marks=pytest.mark.gpu)], ids=["simulator", "gpu"]
 )
 def run(request, tmp_path_factory, monkeypatch):
-    """`run(kernel, *arrays, threads=32, grid=1, smem_bytes=0)`: a toy kernel on numpy arrays, in place."""
+    """`run(kernel, *arrays, threads=32, grid=1, smem_bytes=0, cluster=1)`: a toy kernel on numpy arrays, in place."""
     monkeypatch.setenv(cache.ENVIRONMENT_VARIABLE, str(tmp_path_factory.getbasetemp() / "compiled"))
     return request.param

@@ -10,9 +10,9 @@ from toys import nans, randn, simulate
 
 from numba_attn import sim
 from numba_attn.device import mma_epilogue, mma_tile
-from numba_attn.device.fragments import C_COL, C_ROW
+from numba_attn.device.fragments import C_COL, C_ROW, multiply_add
 from numba_attn.device.mask import Mask
-from numba_attn.device.mma_tile import lane_of_chunks, lane_of_rows
+from numba_attn.device.mma_tile import SMALL_FIRST, lane_of_chunks, lane_of_rows
 from numba_attn.device.ptx import cp_async_commit, cp_async_wait
 from numba_attn.device.smem import shared_memory
 from numba_attn.device.split_half import ROW_BYTES, copy_image, image_bytes
@@ -186,17 +186,42 @@ def test_store_lse(run):
     np.testing.assert_allclose(lse[4:], expected, rtol=2.0**-23, atol=2.0**-23)
 
 
-@pytest.mark.parametrize(
-    ("columns", "chain", "truncations"),
-    [(16, 2, 1), (64, 2, 1.5), (64, 4, 2.5), (96, 2, 2.5), (96, 4, 4.5), (256, 4, 5.5)],
-)
-def test_what_truncation_takes_off_is_made_up_for(run, columns, chain, truncations):
-    """Sums of positive numbers come out too small, by what `lost` says of their mean within half of it."""
-    assert mma_tile.lost_by_scores(columns, chain) == mma_tile.LOST_ONCE * truncations
-    Q, K = (spread(1 + np.random.default_rng(i).random((32, columns))) for i in range(2))
+def of_one_sign(n: int, columns: int, seed=0) -> np.ndarray:
+    """Sums of such rows have mantissas of all sizes."""
+    rng = np.random.default_rng(seed)
+    return spread(rng.random((n, columns)) * 2.0 ** np.linspace(0, 1, n, endpoint=False)[:, None])
+
+
+def missing(S, Q, K) -> float:
     exact = Q.astype(np.float64) @ K.T.astype(np.float64)
-    missing = np.mean((exact - scores_of(run, Q, K, chain)) / exact) / mma_tile.lost_by_scores(columns, chain)
-    assert 0.6 < missing < 1.8
+    return np.mean((exact - S) / exact) * 2.0**24
+
+
+@pytest.mark.parametrize("small_first", [True, False])
+@pytest.mark.parametrize(("columns", "chain"), [(16, 4), (32, 2), (40, 4), (48, 3), (64, 4), (96, 6), (96, 4)])
+def test_what_truncation_takes_off(columns, chain, small_first):
+    """`lost_by_scores` is what sums by the tensor core's rules lose; those of 96 columns in four steps start anew."""
+    Q, K = of_one_sign(96, columns), of_one_sign(96, columns, seed=1)
+    q, k = ([hi, (X - hi).astype(np.float16)] for X in (Q, K) for hi in [X.astype(np.float16)])
+    total = 0
+    for first in range(0, columns, 16 * chain):
+        end = min(first + 16 * chain, columns)
+        steps = [np.s_[:, step : min(step + 16, end)] for step in range(first, end, 16)]
+        order = [(step, halves) for step in steps for halves in SMALL_FIRST[-3:]]
+        if small_first:
+            order.sort(key=lambda product: product[1] == (0, 0))
+        part = np.zeros((96, 96), np.float32)
+        for step, (a, b) in order:
+            part = multiply_add(q[a][step], k[b][step].T, part)
+        total += part
+    assert missing(total, Q, K) == pytest.approx(mma_tile.lost_by_scores(columns, chain, small_first) * 2**24, abs=0.2)
+
+
+@pytest.mark.parametrize(("columns", "chain"), [(16, 2), (64, 2), (64, 4), (96, 2), (96, 4), (256, 4)])
+def test_what_truncation_takes_off_is_made_up_for(run, columns, chain):
+    Q, K = of_one_sign(32, columns), of_one_sign(32, columns, seed=1)
+    lost = mma_tile.lost_by_scores(columns, chain, small_first=columns <= mma_tile.SHORT) * 2**24
+    assert missing(scores_of(run, Q, K, chain), Q, K) == pytest.approx(lost, abs=0.35)
 
 
 def softmax_of(run, S, m, l, unit, peak):

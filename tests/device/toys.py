@@ -12,22 +12,22 @@ from numba_attn.problem import View
 ARCH = "sm_90a"
 
 
-def simulate(kernel, *arrays, threads=32, grid=1, smem_bytes=0) -> None:
+def simulate(kernel, *arrays, threads=32, grid=1, smem_bytes=0, cluster=1) -> None:
     """Run `kernel` on numpy arrays, in place."""
-    sim.launch(kernel, grid, threads, arrays, smem_bytes)
+    sim.launch(kernel, grid, threads, arrays, smem_bytes, cluster)
 
 
-def compiled(kernel, *arrays, threads=32, grid=1, smem_bytes=0) -> compiler.Binary:
+def compiled(kernel, *arrays, threads=32, grid=1, smem_bytes=0, cluster=1) -> compiler.Binary:
     """Machine code of `kernel` for such arrays; needs no GPU."""
-    return compiler.binary(*_launch(kernel, _kinds(arrays), threads, grid, smem_bytes), ARCH)
+    return compiler.binary(*_launch(kernel, _kinds(arrays), threads, grid, smem_bytes, cluster), ARCH)
 
 
-def run_on_gpu(kernel, *arrays, threads=32, grid=1, smem_bytes=0) -> None:
+def run_on_gpu(kernel, *arrays, threads=32, grid=1, smem_bytes=0, cluster=1) -> None:
     """The same on GPU 0; strides and offsets of the arrays are kept. One argument may be a float, others ints."""
     import torch
 
     scale = next((x for x in arrays if isinstance(x, float | np.float32)), 0.0)
-    launch, workspace = _launch(kernel, _kinds(arrays), threads, grid, smem_bytes)
+    launch, workspace = _launch(kernel, _kinds(arrays), threads, grid, smem_bytes, cluster)
     arrays = [array for array in arrays if isinstance(array, np.ndarray)]
     bases = [array if array.base is None else array.base for array in arrays]
     assert all(base.flags.c_contiguous for base in bases), "views are of contiguous arrays here"
@@ -53,7 +53,7 @@ def _kinds(arrays) -> list:
     return [(x.ndim, x.dtype.name) if isinstance(x, np.ndarray) else x for x in arrays]
 
 
-def _launch(kernel, kinds, threads: int, grid: int, smem_bytes: int):
+def _launch(kernel, kinds, threads: int, grid: int, smem_bytes: int, cluster: int = 1):
     """The launch and its arrays; of each array the dimensions and the type, numbers as they are."""
 
     def argument(i: int, kind):
@@ -67,7 +67,7 @@ def _launch(kernel, kinds, threads: int, grid: int, smem_bytes: int):
         for name, kind in zip(args, kinds, strict=True)
         if isinstance(kind, tuple)
     }
-    return Launch(_build, kernel, args, grid, threads, smem_bytes), workspace
+    return Launch(_build, kernel, args, grid, threads, smem_bytes, cluster), workspace
 
 
 def _build(kernel):
