@@ -11,7 +11,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 from numba_attn.kernel import Kernel
-from numba_attn.kernels import flash_split_half_sm90, unfused_split_half_sm80, unfused_split_half_sm90
+from numba_attn.kernels import flash_split_half_sm90, unfused_split_half_sm90
 from numba_attn.problem import Device, Problem
 
 
@@ -44,16 +44,3 @@ def up_to(columns: int) -> Kernel:
 
 
 ANY_TURN = variant(up_to(128), "any_turn", small={"groups": 2}, ping_pong=False)
-
-
-def by_mma(name: str, small: dict, **changes) -> Kernel:
-    return variant(unfused_split_half_sm80.KERNEL, name, small={"slab": 32, **small}, **changes)
-
-
-TWO_BLOCKS = {"slab": 32, "slots": 3, "blocks": 2}
-"""Of an SM: one begins and ends under the products of the other."""
-SQUARE = by_mma("square", {"m_rows": 64}, warps_m=2, warps_n=2, m_rows=64, s_bunches=1, **TWO_BLOCKS)
-PANELS = by_mma("panels", {"panels": 2}, warps_m=4, warps_n=1, panels=2, o_bunches=4, **TWO_BLOCKS)
-TALL = by_mma("tall", {"m_rows": 64}, warps_m=4, warps_n=2, m_rows=64, s_bunches=1, slab=32, slots=4)
-THREE = by_mma("three", {}, warps_m=4, warps_n=1, slab=32, slots=3, blocks=3)
-SHORT = by_mma("short", {}, slab=32, slots=6)

@@ -385,8 +385,8 @@ def test_one_half_takes_a_third_of_the_products_and_half_of_the_memory():
 
 @pytest.mark.parametrize("config", list(unfused_split_half_sm80.configs()), ids=str)
 def test_products_of_halves_unfused(config):
-    per_tile = 3 * (64 // 16) * (32 // 16) * (64 // 8)
-    assert products_of(unfused_split_half_sm80, config) == [per_tile, 0, per_tile]
+    per_slab = 3 * (32 // 16) * (64 // 16) * (64 // 8)
+    assert products_of(unfused_split_half_sm80, config) == [per_slab, 0, per_slab]
 
 
 @pytest.mark.parametrize("config", list(unfused_split_half_sm90.configs()), ids=str)
@@ -479,6 +479,16 @@ def test_config_is_a_listed_one_that_fits(kernel, device, problem):
         assert launch.threads % 32 == 0 and 32 <= launch.threads <= 1024
         names = {arg.name if isinstance(arg, Part) else arg for arg in launch.args if not isinstance(arg, int)}
         assert names <= {*OPERANDS, "scale", *workspace}
+
+
+def test_blocks_of_wide_heads_fit_an_sm_together():
+    devices = (H200, A100, SMALL)
+    chosen = [unfused_split_half_sm80.config(PROBLEM, device) for device in devices]
+    assert [(config.slots, config.blocks) for config in chosen] == [(3, 2), (2, 2), (3, 1)]
+    assert len(unfused_split_half_sm80.TILES) == len(chosen), "tiles of no GPU"
+    for config, device in zip(chosen, devices, strict=True):
+        # Each block takes 1 KB besides its own, and one block can have all of an SM but that.
+        assert config.blocks * (config.smem_bytes + 1024) <= device.smem_per_block_bytes + 1024
 
 
 @pytest.mark.parametrize("kernel", KERNELS, ids=lambda kernel: kernel.name)

@@ -10,7 +10,7 @@ from numba import cuda, int32
 
 from numba_attn.device import mma_epilogue
 from numba_attn.device.fragments import N
-from numba_attn.device.mma_panels import four_columns
+from numba_attn.device.mma_patch import four_columns
 from numba_attn.device.mma_product import TILE
 from numba_attn.device.split_half import ROW_BYTES, WORD_BYTES, plane_bytes, split
 from numba_attn.device.unrolled import unrolled
