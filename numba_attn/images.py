@@ -110,7 +110,8 @@ class ImageBatches:
     def launches_beside(self, between: Callable[[Batch, int, int], tuple[Launch, ...]]) -> tuple[Launch, ...]:
         """As `launches`, but V is split beside the first launch between, and beside the last Q and K of the next batch.
 
-        between: from a batch and how many tiles are split beside the first and the last, at least two launches.
+        between: from a batch and how many tiles are split beside the first and the last, at least two launches. For
+        kernels whose Q has images.
         """
         batches = list(self._batches())
         steps = [self._split(batches[0], "QK")]

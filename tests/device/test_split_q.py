@@ -28,7 +28,7 @@ def split_rows(run, Q, columns, vector, K_record=None, V_record=None, scale=1.0,
         tid, smem = cuda.threadIdx.x, shared_memory()
         x = cuda.local.array(X_SHAPE, float32)
         sFact, sWord = FACT(smem), WORDS(smem)
-        start(x, Q[0, 0], (tid >> 5) * 16, smem, 0, image, 0, tid, vector)
+        start(x, Q[0, 0], (tid >> 5) * 16, smem, 0, image, 0, tid, vector, True)
         safe, v_amax, unscale = judge(x, Q.shape[3], smem, sFact, Q_record, K_record, V_record, 0, 0, scale, lost, tid)
         for i in range(tid, N, cuda.blockDim.x):
             image[i] = sWord[i]
@@ -97,8 +97,29 @@ def test_verdict_over_all_warps(run, change, k_amax, is_safe):
     assert list(split_rows(run, Q, 16, 4, K_record, V_record)[3]) == [is_safe, 7.0]
 
 
-@pytest.mark.parametrize(("scale", "is_safe"), [(2e38, True), (3e38, False), (np.inf, False), (np.nan, False)])
-def test_a_factor_out_of_range_is_not_safe(run, scale, is_safe):
-    Q = np.full((1, 1, 64, 16), 1e-30, np.float32)
+FACTORS = [(1e-30, 2e38, True), (1e-30, 3e38, False), (1e-44, 2e38, False), (1.0, np.inf, False), (1.0, np.nan, False)]
+
+
+@pytest.mark.parametrize(("x", "scale", "is_safe"), FACTORS)
+def test_a_factor_out_of_range_is_not_safe(run, x, scale, is_safe):
+    Q = np.full((1, 1, 64, 16), x, np.float32)
     *_, facts, result = split_rows(run, Q, 16, 4, scale=scale)
     assert np.all(np.isfinite(facts[:, 0])) == is_safe == result[0]
+
+
+def test_rows_of_zeros_are_safe_with_any_scale(run):
+    # 2^126, what zeros would be scaled by, times a scale of 4 and more is out of range.
+    Q = randn(1, 1, 40, 16)
+    Q[..., :16, :] = 0
+    image, _, facts, result = split_rows(run, Q, 16, 4, scale=8.0)
+    assert result[0] and list(facts[[0, 3], 0]) == [0, 0] and np.all(np.isneginf(facts[[0, 3], 1]))
+    halves = image.view(np.float16).reshape(2, BLOCK_M, -1)
+    assert not halves[:, :16].any() and not halves[:, 40:].any() and np.all(np.isfinite(halves))
+
+
+@pytest.mark.parametrize(("large", "is_dense"), [(11, True), (10, False)])
+def test_more_than_half_of_the_columns_that_count_are_large(run, large, is_dense):
+    Q = np.full((1, 1, 64, 20), 2.0**-10, np.float32)
+    Q[..., :large] = 1
+    facts = split_rows(run, Q, 64, 4)[2]
+    assert np.all((facts[:, 1] < 0) == is_dense)
