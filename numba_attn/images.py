@@ -1,8 +1,8 @@
-"""What surrounds kernels that multiply halves: images of their operands, in batches, and a rescue after them.
+"""What surrounds kernels that multiply halves: images of their operands, in batches, and one rescue after them all.
 
-The arrays of one batch take at most `MAX_WORKSPACE_BYTES`; batches follow each other on the stream, in the same memory.
-A batch is some heads, or some blocks of query rows of one head where the head is too large. See `device.split_half` for
-images and records.
+Arrays take at most `MAX_WORKSPACE_BYTES`; batches follow each other on the stream, in the same memory. Flags alone, of
+blocks left to the rescue, are those of the whole problem. A batch is some heads, or some blocks of query rows of one
+head where the head is too large. See `device.split_half` for images and records.
 """
 
 from __future__ import annotations
@@ -54,7 +54,7 @@ class Batch:
 
 
 def no_more(heads: int, m_blocks: int) -> dict[str, Workspace]:
-    """Images, records and flags are all that is needed."""
+    """Images and records are all that is needed."""
     return {}
 
 
@@ -81,15 +81,15 @@ class ImageBatches:
 
     @property
     def workspace(self) -> dict[str, Workspace]:
-        """Images and records of Q, K and V, what blocks were left to the rescue, and more."""
-        return self._of(*self._most)
+        """Images and records of Q, K and V, and more, of one batch; of all what blocks were left to the rescue."""
+        return {**self._of(*self._most), **self._flags}
 
     @property
     def refusal(self) -> str | None:
         """Why the images of a single block of rows are too large, or the batches too many; or None."""
-        n_bytes = _bytes_of(self._of(1, 1))
+        n_bytes = _bytes_of({**self._of(1, 1), **self._flags})
         if n_bytes > MAX_WORKSPACE_BYTES:
-            return f"needs {n_bytes} bytes of workspace for one head, {MAX_WORKSPACE_BYTES} are allowed"
+            return f"needs {n_bytes} bytes of workspace for one head at a time, {MAX_WORKSPACE_BYTES} are allowed"
         if 0 in (self.problem.B, self.problem.H, self.problem.Lq):
             return None  # no row to share out
         of_b, of_h, of_blocks = self._steps
@@ -99,18 +99,19 @@ class ImageBatches:
         return None
 
     def launches(self, between: Callable[[Batch], tuple[Launch, ...]]) -> tuple[Launch, ...]:
-        """Per batch: split, the launches between, rescue."""
+        """Per batch: split, the launches between; then the rescue."""
         steps = []
         for batch in self._batches():
             operands = ("Q" if self.has_q else "") + ("" if batch.keys_are_there else "KV")
             split = [self._split(batch, operands)] if operands else []
-            steps += [*split, *between(batch), self._rescue(batch)]
-        return tuple(steps)
+            steps += [*split, *between(batch)]
+        return (*steps, self._rescue())
 
     def launches_beside(self, between: Callable[[Batch, int, int], tuple[Launch, ...]]) -> tuple[Launch, ...]:
         """As `launches`, but V is split beside the first launch between, and beside the last Q and K of the next batch.
 
-        between: from a batch and how many tiles are split beside the first and the last, at least two launches.
+        between: from a batch and how many tiles are split beside the first and the last, at least two launches. For
+        kernels whose Q has images.
         """
         batches = list(self._batches())
         steps = [self._split(batches[0], "QK")]
@@ -124,9 +125,9 @@ class ImageBatches:
                 steps.append(self._split(batch, values, is_beside=True))
             steps += rest
             if of_next:
+                # Ends after this batch, before the next: that may write over all but flags, which have their own place.
                 steps.append(self._split(following, of_next, is_beside=True))
-            steps.append(self._rescue(batch))
-        return tuple(steps)
+        return (*steps, self._rescue())
 
     def launches_around(self, build: Callable, config: Hashable, more: tuple = (), **sizes) -> tuple[Launch, ...]:
         """With one launch between, a block per block of query rows: a fused kernel."""
@@ -151,11 +152,11 @@ class ImageBatches:
         bounds = {"min_blocks": config.min_blocks, "is_beside": is_beside}
         return Launch(build_split, config, args, sum(blocks[name] for name in operands), config.threads, **bounds)
 
-    def _rescue(self, batch: Batch) -> Launch:
-        problem = self.problem
-        config = RescueConfig(problem.is_causal)
-        args = (*batch.parts("Q", "K", "V", "unsafe", "O", "lse"), "scale", self.block_m, batch.first_row)
-        return Launch(build_rescue, config, args, min(batch.heads * batch.m_blocks, MOST_BLOCKS), config.threads)
+    def _rescue(self) -> Launch:
+        """Of all batches: looking at flags takes 10 us however few they are."""
+        config, blocks = RescueConfig(self.problem.is_causal), prod(self._flags["unsafe"].shape)
+        args = ("Q", "K", "V", "unsafe", "O", "lse", "scale", self.block_m)
+        return Launch(build_rescue, config, args, min(blocks, MOST_BLOCKS), config.threads)
 
     @property
     def m_blocks(self) -> int:
@@ -174,17 +175,23 @@ class ImageBatches:
         tiles = [self.tiles(name, m_blocks) for name in "QKV"]
         images = {name: Workspace((heads, n * words), "uint32") for name, n in zip(IMAGES, tiles, strict=True)}
         records = {name: Workspace((heads, n, RECORD)) for name, n in zip(RECORDS, tiles, strict=True)}
-        unsafe = Workspace((heads, m_blocks), "int32")
-        return {**images, **records, "unsafe": unsafe, **self.more(heads, m_blocks)}
+        return {**images, **records, **self.more(heads, m_blocks)}
+
+    @property
+    def _flags(self) -> dict[str, Workspace]:
+        """Of the whole problem, 4 bytes for a block of query rows of one head."""
+        return {"unsafe": Workspace((self.problem.B * self.problem.H, self.m_blocks), "int32")}
 
     @property
     def _most(self) -> tuple[int, int]:
         """Heads and blocks of query rows of the largest batch."""
         B, H, m_blocks = self.problem.B, self.problem.H, self.m_blocks
-        fitting = MAX_WORKSPACE_BYTES // _bytes_of(self._of(1, m_blocks))
+        room = max(0, MAX_WORKSPACE_BYTES - _bytes_of(self._flags))
+        # Where there is nothing to split, a head has no bytes but its flags.
+        fitting = room // max(1, _bytes_of(self._of(1, m_blocks)))
         if not fitting:
             keys, block = _bytes_of(self._of(1, 0)), _bytes_of(self._of(1, 1))
-            most = max(1, (MAX_WORKSPACE_BYTES - keys) // (block - keys))
+            most = max(1, (room - keys) // max(1, block - keys))
             return 1, cdiv(m_blocks, cdiv(m_blocks, most))
         # Batches of one size, so that the last is not a small one: whole batch indices, or else heads of one of them.
         if fitting >= H:
@@ -212,12 +219,16 @@ class ImageBatches:
         heads, m_blocks = prod(i.stop - i.start for i in index), blocks.stop - blocks.start
         rows = slice(blocks.start * self.block_m, min(blocks.stop * self.block_m, self.problem.Lq))
         whole, space = self.workspace, self._of(heads, m_blocks)
+        first = index[0].start * self.problem.H + index[1].start
 
         def part(name: str) -> str | Part:
             if name in ("K", "V") or (name in ("Q", "O", "lse") and m_blocks == self.m_blocks):
                 return Part(name, index)
             if name in ("Q", "O", "lse"):
                 return Part(name, (*index, rows))
+            if name == "unsafe":
+                # Of whole b or of one: its heads follow each other.
+                return Part(name, (slice(first, first + heads), blocks))
             leading = [slice(n) for n in space[name].shape]
             while len(leading) > 1 and whole[name].shape[len(leading) - 1] == leading[-1].stop:
                 leading.pop()

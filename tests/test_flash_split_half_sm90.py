@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import dataclasses
 
+import numpy as np
 import pytest
 
 import numba_attn
 from numba_attn import sim, testing
 from numba_attn.kernels.flash_split_half_sm90 import KERNEL, Config
+from numba_attn.problem import H200
 from numba_attn.testing import Case
 
 
@@ -37,6 +39,45 @@ def test_other_configs(case, changes):
     config = dataclasses.replace(KERNEL.small_config(case.problem), **changes)
     o, lse = sim.attention(*testing.make_inputs(case), **case.kwargs, return_lse=True, kernel=KERNEL, config=config)
     testing.assert_accurate(o, lse, *testing.make_inputs(case), **case.kwargs)
+
+
+@pytest.mark.parametrize("D", [80, 130])
+def test_no_copy_is_in_flight_when_a_block_without_enough_keys_ends(D):
+    # Images of Q are copied before all is known: blocks with fewer than 32 keys left while they were on their way.
+    case = Case(1, 1, 5, 9, D, 16)
+    o, lse = sim.attention(*testing.make_inputs(case), return_lse=True, kernel=KERNEL)
+    testing.assert_accurate(o, lse, *testing.make_inputs(case))
+
+
+@pytest.mark.parametrize("D", [16, 80])
+def test_no_copy_is_in_flight_when_an_unsafe_block_ends(D):
+    case = Case(1, 1, 5, 40, D, 16)
+    q, k, v = testing.make_inputs(case)
+    k[..., 3, 2] = 2.0**20
+    o, lse = sim.attention(q, k, v, return_lse=True, kernel=KERNEL)
+    testing.assert_accurate(o, lse, q, k, v)
+
+
+def test_nan_in_rows_of_any_warpgroup():
+    case = Case(1, 1, 130, 40, 16, 16)
+    q, k, v = testing.make_inputs(case)
+    q[..., 70, 3] = q[..., 127, 15] = np.nan
+    config = dataclasses.replace(KERNEL.small_config(case.problem), groups=2)
+    assert config.splits_q
+    o = sim.attention(q, k, v, kernel=KERNEL, config=config)
+    assert list(np.flatnonzero(np.isnan(o).any((0, 1, 3)))) == [70, 127]
+
+
+def test_without_images_of_q():
+    problem = Case(2, 3, 200, 100, 64, 48).problem
+    config = KERNEL.config(problem, H200)
+    space = KERNEL.workspace(problem, config)
+    assert config.splits_q and space["Q_image"].shape == (6, 0) and space["Q_record"].shape == (6, 0, 4)
+    split = KERNEL.launches(problem, config)[0]
+    assert split.grid == 6 * (2 + 2)
+    with_images = dataclasses.replace(config, splits_q=False)
+    assert KERNEL.workspace(problem, with_images)["Q_record"].shape == (6, 6, 4)
+    assert KERNEL.launches(problem, with_images)[0].grid == 6 * (6 + 2 + 2)
 
 
 @pytest.mark.parametrize("changes", [{"part": 32}, {"d_bucket": 192, "part": 128}, {"o_columns": 48}])

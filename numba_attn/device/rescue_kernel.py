@@ -144,21 +144,18 @@ def in_turns(warps: int):
 
 
 def build_rescue(config: RescueConfig):
-    """`rescue(Q, K, V, unsafe, O, lse, scale, block_m, first_row)`: blocks [head, m_block] where `unsafe` is not 0.
-
-    Row 0 of Q is row `first_row` of the problem.
-    """
+    """`rescue(Q, K, V, unsafe, O, lse, scale, block_m)`: blocks [head, m_block] where `unsafe` is not 0."""
     WARPS = config.threads // WARP
     IS_CAUSAL, end_of_row = config.is_causal, Mask(config.is_causal).end
     PATCH_SHAPE, SHARING = (KEYS, COLUMNS), cdiv(FEW_KEYS, 2 * WARPS)
     turn = in_turns(WARPS)
 
     @cuda.jit
-    def rescue(Q, K, V, unsafe, O, lse, scale, block_m, first_row):
+    def rescue(Q, K, V, unsafe, O, lse, scale, block_m):
         # who am I: every gridDim-th block of query rows; a warp takes every WARPS-th row of it
         H, Lq, Lk, (heads, m_blocks) = Q.shape[1], Q.shape[2], K.shape[2], unsafe.shape
         warp, lane = cuda.threadIdx.x >> 5, cuda.threadIdx.x & 31
-        sharing, few_keys = min(SHARING, m_blocks), min(FEW_KEYS - first_row, Lq) if IS_CAUSAL else 0
+        sharing, few_keys = min(SHARING, m_blocks), min(FEW_KEYS, Lq) if IS_CAUSAL else 0
         q = cuda.local.array(COLUMNS, float32)
         x = cuda.local.array(PATCH_SHAPE, float32)  # of K or V
         s = cuda.local.array(KEYS, float32)
@@ -187,7 +184,7 @@ def build_rescue(config: RescueConfig):
                     row = m_block * block_m + i_row
                     if i_row >= n_own:
                         row = m_block + turn(i_row - n_own, few) * sharing
-                    n_end = end_of_row(first_row + row, Lk)
+                    n_end = end_of_row(row, Lk)
                     attend_row(Q[b, h], K[b, h], V[b, h], O[b, h], lse[b, h], row, n_end, scale, lane, q, x, s, rest)
 
     return rescue

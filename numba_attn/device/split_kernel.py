@@ -100,7 +100,8 @@ def build_split(config: SplitConfig):
 
             # its image
             highest, level = amax[0] * abs(times), DENSE * amax[0] * abs(times)
-            up, down = scales(bits(highest))
+            # Tiles of zeros must not take Q's factor out of range.
+            up, down = scales(bits(ONE if is_q and highest == ZERO else highest))
             write(image[head], own * TILE_WORDS + at, x, times * up, rest * up, max(level * up, LEAST_HALF), count)
             half = float32(min(D - col0, COLUMNS)) * HALF
 

@@ -46,8 +46,8 @@ from numba_attn.device.verb import verb
 from numba_attn.device.wgmma_fragments import GROUP_ROWS, GROUP_THREADS
 from numba_attn.device.wgmma_ring import copy_q
 
-ROWS = 16
-"""Of a warp."""
+WARP_ROWS = 16
+GROUP_WARPS = GROUP_ROWS // WARP_ROWS
 FACTS = 2
 FACTS_BYTES = 4 * FACTS
 """Of a warp's rows: `split_half`'s Q_AMAX and Q_LEAST."""
@@ -57,7 +57,7 @@ class Source(NamedTuple):
     """Four verbs, and what they need: `x_shape` of a local array; `facts`, the shape of a shared tile."""
 
     start: Any
-    """start(x, gQ, own0, smem, barrier, image, m_block, tid, vector): before anything is known."""
+    """start(x, gQ, own0, smem, barrier, image, m_block, tid, vector, has_keys): before anything else is known."""
     judge: Any
     """judge(x, D, smem, sFact, Q_record, K_record, V_record, head, m_block, scale, lost, tid): by all threads.
     Returns whether halves lose nothing, the largest magnitude of V, and 2^-e of this warp's rows if known by then."""
@@ -80,8 +80,8 @@ def copied(columns: int, groups: int, is_early: bool) -> Source:
     copy, copier = copy_q(GROUP_ROWS * groups, columns), GROUP_THREADS * groups
 
     @verb
-    def start(x, gQ, own0, smem, barrier, image, m_block, tid, vector):
-        if is_early and tid == copier:
+    def start(x, gQ, own0, smem, barrier, image, m_block, tid, vector, has_keys):
+        if is_early and has_keys and tid == copier:
             copy(smem, barrier, image, m_block)
 
     @verb
@@ -107,11 +107,11 @@ def split_by_warps(columns: int, groups: int) -> Source:
     """By the warps that multiply, their own rows: up to 128 columns, which their registers hold."""
     config, single = slab_config(columns), load_tile(slab_config(columns, vector=1))
     fours, put, (of_rows, _, _, sums_of_rows) = load_tile(config), write_shared(config), over_lanes_of(config)
-    LANES, TURNS, PEAKS, WARPS = config.lanes, config.turns, config.turns + 1, groups * GROUP_ROWS // ROWS
-    GROUP_BYTES, GROUP_WARPS = image_bytes(GROUP_ROWS, columns), GROUP_ROWS // ROWS
+    LANES, TURNS, PEAKS, WARPS = config.lanes, config.turns, config.turns + 1, GROUP_WARPS * groups
+    GROUP_BYTES = image_bytes(GROUP_ROWS, columns)
 
     @verb
-    def start(x, gQ, own0, smem, barrier, image, m_block, tid, vector):
+    def start(x, gQ, own0, smem, barrier, image, m_block, tid, vector, has_keys):
         # The lane of unknown origin: addresses are else kept.
         lane = opaque(tid) & (WARP - 1)
         row, chunk = own0 + quotient(lane, LANES), lane & (LANES - 1)
@@ -127,7 +127,8 @@ def split_by_warps(columns: int, groups: int) -> Source:
         count = cuda.local.array(TURNS, float32)
         of_rows(peak, x)
         amax = peak[TURNS] * abs(times)
-        up, down = scales(bits(amax))
+        # Rows of zeros must not take the factor out of range.
+        up, down = scales(bits(amax if amax > ZERO else ONE))
         level, half = DENSE * amax, float32(D) * HALF
         row, chunk = quotient(lane, LANES), lane & (LANES - 1)
         put(at + row * ROW_BYTES + ((chunk ^ row) << 4), x, times * up, rest * up, max(level * up, LEAST_HALF), count)
@@ -144,22 +145,22 @@ def split_by_warps(columns: int, groups: int) -> Source:
 
     @verb
     def judge(x, D, smem, sFact, Q_record, K_record, V_record, head, m_block, scale, lost, tid):
-        facts = cuda.local.array(EXTREMES, float32)
+        extreme = cuda.local.array(EXTREMES, float32)
         lane, warp, unscale = tid & (WARP - 1), quotient(tid, WARP), ONE
-        extremes_of_keys(facts, K_record[head], V_record[head], lane)
+        extremes_of_keys(extreme, K_record[head], V_record[head], lane)
         if warp < WARPS:
             group = quotient(warp, GROUP_WARPS)
-            at = smem + group * GROUP_BYTES + (warp - group * GROUP_WARPS) * ROWS * ROW_BYTES
+            at = smem + group * GROUP_BYTES + (warp - group * GROUP_WARPS) * WARP_ROWS * ROW_BYTES
             times, rest = of_log2e(scale, lost)
             unscale = split(at, x, sFact[warp], D, times, rest, lane)
             # What this thread stored is for tensor cores.
             fence_proxy_async()
         cuda.syncthreads()
         if lane < WARPS:
-            facts[Q_AMAX], facts[Q_LEAST] = sFact[lane, 0], sFact[lane, 1]
-        over_warp(facts)
-        q, k, v_amax = (facts[Q_AMAX], -facts[Q_LEAST]), (facts[K_AMAX], -facts[K_LEAST]), facts[V_AMAX]
-        return is_safe(float32(D), q[0], q[1], k[0], k[1], v_amax, -facts[V_LEAST], ONE), v_amax, unscale
+            extreme[Q_AMAX], extreme[Q_LEAST] = sFact[lane, 0], sFact[lane, 1]
+        over_warp(extreme)
+        q, k, v_amax = (extreme[Q_AMAX], -extreme[Q_LEAST]), (extreme[K_AMAX], -extreme[K_LEAST]), extreme[V_AMAX]
+        return is_safe(float32(D), q[0], q[1], k[0], k[1], v_amax, -extreme[V_LEAST], ONE), v_amax, unscale
 
     @verb
     def late(smem, barrier, image, m_block):
@@ -174,7 +175,7 @@ def split_by_warps(columns: int, groups: int) -> Source:
 
 def slab_config(columns: int, vector: int = 4) -> SplitConfig:
     """Of a warp's rows."""
-    return SplitConfig(ROWS, columns, vector, chunks_a_thread=ROWS * padded(columns) // (CHUNK * WARP))
+    return SplitConfig(WARP_ROWS, columns, vector, chunks_a_thread=WARP_ROWS * padded(columns) // (CHUNK * WARP))
 
 
 def write_shared(config: SplitConfig):

@@ -105,14 +105,13 @@ def claim(slots: int, slot_bytes: int):
     return claim
 
 
-def feed(columns: int, part: int, slots: int, k_rows: int = GROUP_ROWS):
+def feed(columns: int, part: int, slots: int):
     """The verb `feed(ring, barriers, turn, gK, gV, first, last)`: K and V by one thread, as slots become free.
 
-    Tiles first .. last - 1 of those of K and V in turns: 2 t is tile t of K, 2 t + 1 of V. gK, gV: images, of tiles of
-    `k_rows` rows.
+    Tiles first .. last - 1 of those of K and V in turns: 2 t is tile t of K, 2 t + 1 of V. gK, gV: images.
     """
-    parts, slot_bytes = padded(columns) // part, 2 * plane_bytes(k_rows, part)
-    following, claim_slot, copy = ring(slots), claim(slots, slot_bytes), copy_part(k_rows, columns, part)
+    parts, slot_bytes = padded(columns) // part, 2 * plane_bytes(GROUP_ROWS, part)
+    following, claim_slot, copy = ring(slots), claim(slots, slot_bytes), copy_part(GROUP_ROWS, columns, part)
 
     @verb
     def feed(ring, barriers, turn, gK, gV, first, last):

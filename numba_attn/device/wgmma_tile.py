@@ -31,13 +31,13 @@ from numba_attn.device.wgmma_fragments import GROUP_ROWS, GROUP_THREADS, STEP, M
 from numba_attn.device.wgmma_ring import slot_of
 
 
-def scores(columns: int, part: int, products: int, slots: int, at_once: int, k_rows: int = GROUP_ROWS):
+def scores(columns: int, part: int, products: int, slots: int, at_once: int):
     """The verb `qk(S, q, ring, barriers, turns, is_reporter)`: S = Q K^T, in units of both tiles' scales.
 
     q: shared address of the warpgroup's rows in a tile of Q; turns: those of the parts of K, see `ring`; is_reporter:
-    in one lane of each warp. `at_once` sums of 64 columns are issued together. Tiles have `k_rows` rows.
+    in one lane of each warp. `at_once` sums of 64 columns are issued together.
     """
-    block, q_plane, k_plane = k_rows * ROW_BYTES, plane_bytes(k_rows, columns), plane_bytes(k_rows, part)
+    block, q_plane, k_plane = GROUP_ROWS * ROW_BYTES, plane_bytes(GROUP_ROWS, columns), plane_bytes(GROUP_ROWS, part)
     *small, large = SMALL_FIRST[-products:]
 
     def chain(q, slot, number: int, first: int) -> list:
@@ -62,7 +62,7 @@ def scores(columns: int, part: int, products: int, slots: int, at_once: int, k_r
             e.mbarrier_wait(full, parity)
             blocks = list(enumerate(range(start, min(start + part, columns), BLOCK_COLUMNS)))
             for i in range(0, len(blocks), at_once):
-                sums = e.wgmma(k_rows, [chain(q, slot, *block) for block in blocks[i : i + at_once]])
+                sums = e.wgmma(GROUP_ROWS, [chain(q, slot, *block) for block in blocks[i : i + at_once]])
                 if i + at_once >= len(blocks):
                     # The products are done: this warp has read the slot.
                     e.mbarrier_arrive(read, is_reporter)
@@ -74,12 +74,12 @@ def scores(columns: int, part: int, products: int, slots: int, at_once: int, k_r
     return qk
 
 
-def split_left(k_rows: int = GROUP_ROWS):
+def split_left():
     """The verb `split(left, P)`: left[half, step] = four registers, P as left operands of 16 columns each."""
 
     @unrolled
     def split_left(e, left, P):
-        for step in range(k_rows // STEP):
+        for step in range(GROUP_ROWS // STEP):
             for half, registers in enumerate(left_fragment(e, P, 0, step)):
                 for r, register in enumerate(registers):
                     left[half, step, r] = register
@@ -91,11 +91,11 @@ MOST_UNIFORM = 192
 """Columns of O; with more, the compiler spills what it moves between uniform registers and others."""
 
 
-def outputs(columns: int, part: int, slots: int, at_once: int, k_rows: int = GROUP_ROWS):
+def outputs(columns: int, part: int, slots: int, at_once: int):
     """The verb `pv(O, left, alpha, ring, barriers, turns, is_reporter)`: O = alpha O + P V, `at_once` columns a sum."""
-    plane, block = plane_bytes(k_rows, part), k_rows * ROW_BYTES
+    plane, block = plane_bytes(GROUP_ROWS, part), GROUP_ROWS * ROW_BYTES
     uniform = columns <= MOST_UNIFORM
-    steps = range(k_rows // STEP)
+    steps = range(GROUP_ROWS // STEP)
     order = [(step, *halves) for step in steps for halves in SMALL_FIRST[1:3]] + [(step, 0, 0) for step in steps]
 
     @unrolled
@@ -122,13 +122,13 @@ def outputs(columns: int, part: int, slots: int, at_once: int, k_rows: int = GRO
     return pv
 
 
-def skip(columns: int, part: int, slots: int, k_rows: int = GROUP_ROWS):
+def skip(columns: int, part: int, slots: int):
     """The verb `skip(ring, barriers, turns, is_reporter)`: give back the parts of a tile that nobody needs."""
 
     @unrolled
     def skip(e, ring, barriers, turns, is_reporter):
         for p in range(padded(columns) // part):
-            _, full, read, parity = slot_of(turns[p], ring, barriers, 2 * plane_bytes(k_rows, part), slots)
+            _, full, read, parity = slot_of(turns[p], ring, barriers, 2 * plane_bytes(GROUP_ROWS, part), slots)
             # Not before it is full: an arrival ahead of the phase would count for the one before.
             e.mbarrier_wait(full, parity)
             e.mbarrier_arrive(read, is_reporter)

@@ -100,7 +100,7 @@ class Config:
 TILES = (
     Config(32, warps=4, q_rows=32, k_rows=32, slots=4, min_blocks=2, products=4),
     Config(64, warps=4, q_rows=32, k_rows=32, slots=4, min_blocks=2, s_chain=4),
-    Config(96, warps=8, q_rows=32, k_rows=32, slots=4, s_chain=4),
+    Config(96, warps=8, q_rows=32, k_rows=32, slots=4),
     Config(128, warps=8, q_rows=32, k_rows=32, slots=4, s_chain=4),
     Config(128, warps=4, q_rows=32, k_rows=32, slots=4, s_chain=4),
     Config(192, warps=8, q_rows=16, k_rows=32, slots=4),
@@ -147,7 +147,7 @@ def small_config(problem: Problem) -> Config:
     d_bucket = cdiv(max(problem.D, problem.Dv), 16) * 16
     products = 1 if problem.precision == "tf32" else 4 if d_bucket <= 32 else 3
     tiles = Config(d_bucket, warps=2, q_rows=16, k_rows=32, slots=3, products=products, is_causal=problem.is_causal)
-    return replace(tiles, s_chain=4 if 32 < d_bucket <= 128 else 2)  # as TILES
+    return replace(tiles, s_chain=next((own.s_chain for own in TILES if own.d_bucket >= d_bucket), TILES[-1].s_chain))
 
 
 def images(problem: Problem, config: Config) -> ImageBatches:

@@ -20,9 +20,9 @@ not allow for that, Q has images too. One thread of the last warpgroup copies K 
 slots, each with two barriers: full (the bytes are there) and read (all warps are done with them). Up to 128 columns
 warpgroups take turns at Q K^T.
 
-Memory. Images take the bytes of K and V again. Their rows have PADDED columns, those of the config's d_bucket in
-whole 64s. Shared: 256 GROUPS PADDED bytes for Q, 256 PART for each slot. Registers a thread: COLUMNS / 2 for O,
-O_COLUMNS / 2 for its sums; 32 for S, 32 S_CHAINS for its sums.
+Memory. Images take the bytes of K and V, and maybe Q, again. Rows have PADDED columns, d_bucket in whole 64s. Shared:
+256 GROUPS PADDED bytes for Q, 256 PART for each slot. Registers a thread: COLUMNS / 2 for O, O_COLUMNS / 2 for its
+sums; 32 for S, 32 S_CHAINS for its sums.
 
 Numerics. As flash_split_half_sm80; sums are truncated within 64 columns (S) or one tile of keys (O).
 
@@ -47,13 +47,12 @@ from numba_attn.device.ptx_sm90 import setmaxnreg
 from numba_attn.device.rescue_kernel import FEW_KEYS
 from numba_attn.device.smem import shared_memory, shared_tile
 from numba_attn.device.split_half import PEAK, UNSCALE, image_bytes, padded, peak_of, scales, unit_of, units_of
+from numba_attn.device.split_q import GROUP_WARPS, WARP_ROWS
 from numba_attn.device.wgmma_fragments import GROUP_ROWS, GROUP_THREADS, STEP
 from numba_attn.device.wgmma_ring import BARRIER_BYTES
 from numba_attn.images import ImageBatches, unsuited
 from numba_attn.kernel import Kernel, Launch, Workspace
 from numba_attn.problem import H200, Device, Problem
-
-WARP_ROWS, GROUP_WARPS = 16, 4
 
 
 @dataclass(frozen=True)
@@ -190,15 +189,16 @@ def build_flash(config: Config):
         # who am I: block -> head, m_block; a warpgroup owns 64 query rows, the last one copies
         H, Lq, Lk, (heads, m_blocks) = Q.shape[1], Q.shape[2], K.shape[2], unsafe.shape
         head, m_block = place(cuda.blockIdx.x, heads, m_blocks, K_record.shape[1])
-        tid, m0, b = cuda.threadIdx.x, m_block * BLOCK_M, quotient(head, H)
+        tid, m0, b, has_keys = cuda.threadIdx.x, m_block * BLOCK_M, quotient(head, H), Lk >= FEW_KEYS
         smem = shared_memory()
         ring, barriers, gQ = smem + Q_BYTES, smem + BARRIERS, Q[b, head - b * H]
 
         # Q and the first tile of K, on their way while it is found out whether they are needed
         start_barriers(barriers, tid)
         x = cuda.local.array(X_SHAPE, float32)
-        start_q(x, gQ, m0 + (tid >> 5) * WARP_ROWS, smem, barriers, Q_image[opaque(head)], m_block, tid, vector)
-        if IS_EARLY and tid == CONSUMERS and Lk >= FEW_KEYS:
+        own0, image = m0 + (tid >> 5) * WARP_ROWS, Q_image[opaque(head)]
+        start_q(x, gQ, own0, smem, barriers, image, m_block, tid, vector, has_keys)
+        if IS_EARLY and has_keys and tid == CONSUMERS:
             own = opaque(head)
             feed(ring, barriers, 0, K_image[own], V_image[own], 0, 1)
 
@@ -206,11 +206,11 @@ def build_flash(config: Config):
         safe, v_amax, q_unscale = judge(
             x, Q.shape[3], smem, FACT(smem), Q_record, K_record, V_record, head, m_block, scale, lost, tid
         )
-        safe &= Lk >= FEW_KEYS
+        safe &= has_keys
         if tid == 0:
             unsafe[head, m_block] = not safe
         if not safe:
-            if IS_EARLY and tid == CONSUMERS and Lk >= FEW_KEYS:
+            if IS_EARLY and has_keys and tid == CONSUMERS:
                 # Nothing may arrive once shared memory is another block's.
                 await_q(barriers, q_unscale, Q_record, head, m_block, 0)
                 await_slots(barriers)

@@ -23,9 +23,12 @@ class Operands:
 
     def check(self, thread, memory, cells, what: str) -> None:
         """Fail unless what is read is there, for all threads."""
-        first = {memory.marks[cell]: cell for cell in reversed(cells)}
-        for mark in first.keys() - self._passed:
-            cell = first[mark]
+        first = {}
+        for cell in cells:
+            first.setdefault(memory.marks[cell], cell)
+        for mark, cell in first.items():
+            if mark in self._passed:
+                continue
             at, value = f"byte {cell * memory.unit} of shared memory", memory.cells[cell]
             if value is None:
                 fail(thread, f"{what} has {at}, which nobody has written")
