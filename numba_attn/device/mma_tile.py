@@ -77,16 +77,19 @@ def lost_by_scores(columns: int, chain: int, small_first: bool) -> float:
     before, after: the sum's size, in whole steps; part: of a step that columns fill. Where signs differ the last loss
     cancels. Sums of O are left as they are: one key that has all the weight loses nothing.
     """
-    lost = 0.0
-    for first in range(0, columns, K * chain):
-        before = 0.0
-        for start in range(first, min(first + K * chain, columns), K):
+
+    def of_sum(columns: int) -> float:
+        lost = before = 0.0
+        for start in range(0, columns, K):
             part = min(K, columns - start) / K
             lost += before + part - before / 4
             if before:
                 lost += before**2 * (0.842 - math.log2(before) / 6) * part + (0 if small_first else 1.5 * before)
             before += part
-    return LOST_ONCE * lost * K / max(columns, 1)
+        return lost
+
+    whole, rest = divmod(columns, K * chain)
+    return LOST_ONCE * (whole * of_sum(K * chain) + of_sum(rest)) * K / max(columns, 1)
 
 
 SMALL_FIRST = ((1, 1), (1, 0), (0, 1), (0, 0))
