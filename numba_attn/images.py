@@ -77,7 +77,7 @@ class ImageBatches:
     halves: int = 2
     """1 for accuracy class tf32."""
     has_q: bool = True
-    """False: the kernel splits its rows of Q itself, there are no tiles of them."""
+    """False: the kernel splits its rows of Q itself; there are no tiles of them, and it is not given any."""
 
     @property
     def workspace(self) -> dict[str, Workspace]:
@@ -130,10 +130,12 @@ class ImageBatches:
         return (*steps, self._rescue())
 
     def launches_around(self, build: Callable, config: Hashable, more: tuple = (), **sizes) -> tuple[Launch, ...]:
-        """With one launch between, a block per block of query rows: a fused kernel."""
+        """With one launch between, a block per block of query rows: a fused kernel. See `has_q` for its arguments."""
+        first = 0 if self.has_q else 1
 
         def between(batch: Batch) -> tuple[Launch, ...]:
-            args = (*batch.parts("Q", "K", *IMAGES, *RECORDS, "unsafe", "O", "lse"), batch.first_row, *more)
+            names = ("Q", "K", *IMAGES[first:], *RECORDS[first:], "unsafe", "O", "lse")
+            args = (*batch.parts(*names), batch.first_row, *more)
             return (Launch(build, config, args, batch.heads * batch.m_blocks, **sizes),)
 
         return self.launches(between)

@@ -20,10 +20,8 @@ from numba_attn.testing import Case
         (Case(1, 2, 150, 150, 16, 16, is_causal=True), {"groups": 2}),
         (Case(1, 2, 150, 200, 16, 70, is_causal=True), {"groups": 2, "ping_pong": True}),
         (Case(1, 3, 200, 100, 16, 16), {"groups": 3, "ping_pong": True, "slots": 2}),
-        # rows of Q split by their warps where they have images otherwise, and the other way round
-        (Case(1, 2, 150, 70, 80, 40), {"groups": 2, "splits_q": True}),
-        (Case(1, 1, 70, 100, 128, 16, is_causal=True), {"splits_q": False}),
-        (Case(1, 2, 150, 150, 16, 16), {"groups": 3, "splits_q": False, "ping_pong": True}),
+        (Case(1, 2, 150, 70, 80, 40), {"groups": 2}),
+        (Case(1, 2, 150, 150, 16, 16), {"groups": 3, "ping_pong": True}),
         # three groups in turns, tiles of 96 columns in slots of 128
         (
             Case(1, 1, 130, 70, 80, 96, is_causal=True),
@@ -43,7 +41,6 @@ def test_other_configs(case, changes):
 
 @pytest.mark.parametrize("D", [80, 130])
 def test_no_copy_is_in_flight_when_a_block_without_enough_keys_ends(D):
-    # Images of Q are copied before all is known: blocks with fewer than 32 keys left while they were on their way.
     case = Case(1, 1, 5, 9, D, 16)
     o, lse = sim.attention(*testing.make_inputs(case), return_lse=True, kernel=KERNEL)
     testing.assert_accurate(o, lse, *testing.make_inputs(case))
@@ -63,7 +60,6 @@ def test_nan_in_rows_of_any_warpgroup():
     q, k, v = testing.make_inputs(case)
     q[..., 70, 3] = q[..., 127, 15] = np.nan
     config = dataclasses.replace(KERNEL.small_config(case.problem), groups=2)
-    assert config.splits_q
     o = sim.attention(q, k, v, kernel=KERNEL, config=config)
     assert list(np.flatnonzero(np.isnan(o).any((0, 1, 3)))) == [70, 127]
 
@@ -72,12 +68,10 @@ def test_without_images_of_q():
     problem = Case(2, 3, 200, 100, 64, 48).problem
     config = KERNEL.config(problem, H200)
     space = KERNEL.workspace(problem, config)
-    assert config.splits_q and space["Q_image"].shape == (6, 0) and space["Q_record"].shape == (6, 0, 4)
-    split = KERNEL.launches(problem, config)[0]
+    assert space["Q_image"].shape == (6, 0) and space["Q_record"].shape == (6, 0, 4)
+    split, flash, _ = KERNEL.launches(problem, config)
     assert split.grid == 6 * (2 + 2)
-    with_images = dataclasses.replace(config, splits_q=False)
-    assert KERNEL.workspace(problem, with_images)["Q_record"].shape == (6, 6, 4)
-    assert KERNEL.launches(problem, with_images)[0].grid == 6 * (6 + 2 + 2)
+    assert not {"Q_image", "Q_record"} & set(flash.args)
 
 
 @pytest.mark.parametrize("changes", [{"part": 32}, {"d_bucket": 192, "part": 128}, {"o_columns": 48}])

@@ -173,11 +173,11 @@ def masked(q_rows: int, k_rows: int, end_of_row):
     return mask
 
 
-def softmax(q_rows: int, k_rows: int):
+def softmax(q_rows: int, k_rows: int, of_rows: bool = False):
     """The verb `step(S, m, l, alpha, unit, peak)`: one step of the online softmax.
 
-    unit, a power of two, makes exponents of 2 of S. So all products with it are exact, and the only rounding before
-    the exponential is that of a difference, which is small where it counts:
+    unit, a power of two, makes exponents of 2 of S; `of_rows`: unit[i, h], those of eight rows. So all products with it
+    are exact, and the only rounding before the exponential is that of a difference, which is small where it counts:
 
         m_new = max(m, unit max S)     alpha = 2^(m - m_new)     P = 2^(unit S - m_new)
         l = alpha l + sum P, over this lane's own columns        S becomes peak P
@@ -187,16 +187,17 @@ def softmax(q_rows: int, k_rows: int):
     def step(e, S, m, l, alpha, unit, peak):
         for i in range(q_rows // M):
             for h in range(2):
+                own = unit[i, h] if of_rows else unit
                 places = [(i, j, 2 * h + r) for j in range(k_rows // N) for r in range(2)]
                 highest = _tree(e.max, [S[place] for place in places])
                 for distance in (1, 2):
                     highest = e.max(highest, e.shfl_xor(highest, distance))
-                m_old, m_new = m[i, h], e.max(m[i, h], highest * unit)
+                m_old, m_new = m[i, h], e.max(m[i, h], highest * own)
                 # For a row that has met no key: 2^(-inf - 0) is 0 where 2^(-inf - -inf) is NaN.
                 base = e.where(m_new > -np.inf, m_new, 0.0)
                 alpha[i, h] = e.ex2(m_old - base)
                 m[i, h] = m_new
-                probabilities = [e.ex2(e.fma(S[place], unit, -base)) for place in places]
+                probabilities = [e.ex2(e.fma(S[place], own, -base)) for place in places]
                 for place, p in zip(places, probabilities, strict=True):
                     S[place] = p * peak
                 l[i, h] = e.fma(l[i, h], alpha[i, h], _tree(lambda a, b: a + b, probabilities))

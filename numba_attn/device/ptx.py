@@ -7,6 +7,9 @@ emitters. Every intrinsic has its numpy twin for the simulator.
 
 from __future__ import annotations
 
+from functools import reduce
+from operator import or_
+
 from llvmlite import ir
 from numba.cuda import types
 from numba.cuda.extending import intrinsic
@@ -194,3 +197,23 @@ def opaque(typingctx, x):
 @twin_of(opaque)
 def _opaque(thread, x):
     return x
+
+
+@intrinsic
+def of_warp(typingctx, x):
+    """`redux.sync.or.b32` (sm_80): x, a 32-bit integer that all lanes of the warp have, as the compiler then knows.
+
+    What is computed from it takes uniform registers, and so does what stands behind a branch on it.
+    """
+
+    def codegen(context, builder, signature, args):
+        x = context.cast(builder, args[0], signature.args[0], types.int32)
+        text = "redux.sync.or.b32 $0, $1, 0xffffffff;"
+        return emit(builder, text, I32, [x], "=r,r", convergent=True)
+
+    return types.int32(x), codegen
+
+
+@twin_of(of_warp)
+def _of_warp(thread, x):
+    return reduce(or_, thread.exchange(0xFFFFFFFF, int(x)).values())

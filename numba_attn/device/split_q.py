@@ -1,19 +1,19 @@
-"""Where a block's rows of Q come from, as halves in shared memory: split by its own warps, or copied from an image.
+"""A block's rows of Q as halves in shared memory, split by the warps that multiply them.
 
-A warp that multiplies splits its own 16 rows; they have one exponent (see `split_half`), so that nothing is compared
-with other warps first. Whether halves lose nothing is then known when all warps of the block have met.
+A warp has 16 rows, in slabs that registers hold, one after the other; a slab has one exponent (see `split_half`), so
+that nothing is compared with other warps first. Whether halves lose nothing is known when all warps of the block have
+met.
 """
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
+from math import prod
 
 from numba import cuda, float32
 
 from numba_attn.device.math import bits, quotient
 from numba_attn.device.ptx import opaque
 from numba_attn.device.ptx_cluster import fence_proxy_async
-from numba_attn.device.ptx_sm90 import mbarrier_wait
 from numba_attn.device.softmax import NEG_INF, ONE, ZERO, warp_max
 from numba_attn.device.split_half import (
     CHUNK,
@@ -25,7 +25,6 @@ from numba_attn.device.split_half import (
     Q_AMAX,
     Q_LEAST,
     ROW_BYTES,
-    UNSCALE,
     V_AMAX,
     V_LEAST,
     extremes_of_keys,
@@ -36,90 +35,71 @@ from numba_attn.device.split_half import (
     padded,
     plane_bytes,
     scales,
-    verdict,
+    unit_of,
 )
 from numba_attn.device.split_kernel import HALF, LEAST_HALF
 from numba_attn.device.split_tile import SplitConfig, halves_of_chunk, load_tile, over_lanes_of
 from numba_attn.device.tile import WARP
 from numba_attn.device.unrolled import unrolled
 from numba_attn.device.verb import verb
-from numba_attn.device.wgmma_fragments import GROUP_ROWS, GROUP_THREADS
-from numba_attn.device.wgmma_ring import copy_q
+from numba_attn.device.wgmma_fragments import GROUP_ROWS
 
 WARP_ROWS = 16
 GROUP_WARPS = GROUP_ROWS // WARP_ROWS
-FACTS = 2
-FACTS_BYTES = 4 * FACTS
-"""Of a warp's rows: `split_half`'s Q_AMAX and Q_LEAST."""
+MOST_COLUMNS = 128
+"""Of 16 rows that a warp's registers hold."""
+FACTS = SLAB_AMAX, SLAB_LEAST, SLAB_UNSCALE = range(3)
+"""Of a slab: `split_half`'s Q_AMAX and Q_LEAST, and 2^-e."""
 
 
-class Source(NamedTuple):
-    """Four verbs, and what they need: `x_shape` of a local array; `facts`, the shape of a shared tile."""
-
-    start: Any
-    """start(x, gQ, own0, smem, barrier, image, m_block, tid, vector, has_keys): before anything else is known."""
-    judge: Any
-    """judge(x, D, smem, sFact, Q_record, K_record, V_record, head, m_block, scale, lost, tid): by all threads.
-    Returns whether halves lose nothing, the largest magnitude of V, and 2^-e of this warp's rows if known by then."""
-    late: Any
-    """late(smem, barrier, image, m_block): by the thread that copies, once it is known that halves lose nothing."""
-    wait: Any
-    """wait(barrier, unscale, Q_record, head, m_block, group): until all rows are there; `unscale` is what `judge`
-    returned. Returns 2^-e of a warp's rows."""
-    x_shape: tuple[int, int]
-    facts: tuple[int, int]
+def slabs(columns: int) -> int:
+    """Of a warp's rows."""
+    return 1 if columns <= MOST_COLUMNS else 2
 
 
-def source(columns: int, groups: int, splits: bool, is_early: bool) -> Source:
-    """For blocks of `groups` warpgroups. splits: by its own warps; is_early: images are copied before all is known."""
-    return split_by_warps(columns, groups) if splits else copied(columns, groups, is_early)
+def facts_shape(warps: int, columns: int) -> tuple[int, int]:
+    """Of the shared tile that tells of all slabs, one after the other."""
+    return warps * slabs(columns), len(FACTS)
 
 
-def copied(columns: int, groups: int, is_early: bool) -> Source:
-    """From images that another launch made, by one thread: the first one behind the warps that multiply."""
-    copy, copier = copy_q(GROUP_ROWS * groups, columns), GROUP_THREADS * groups
-
-    @verb
-    def start(x, gQ, own0, smem, barrier, image, m_block, tid, vector, has_keys):
-        if is_early and has_keys and tid == copier:
-            copy(smem, barrier, image, m_block)
-
-    @verb
-    def judge(x, D, smem, sFact, Q_record, K_record, V_record, head, m_block, scale, lost, tid):
-        first = m_block * groups
-        safe, v_amax = verdict(Q_record, K_record, V_record, head, first, groups, D, ONE, tid & (WARP - 1))
-        return safe, v_amax, ONE
-
-    @verb
-    def late(smem, barrier, image, m_block):
-        if not is_early:
-            copy(smem, barrier, image, m_block)
-
-    @verb
-    def wait(barrier, unscale, Q_record, head, m_block, group):
-        mbarrier_wait(barrier, 0)
-        return Q_record[head, m_block * groups + group, UNSCALE]
-
-    return Source(start, judge, late, wait, (1, 1), (1, FACTS))
+def facts_bytes(warps: int, columns: int) -> int:
+    return 4 * prod(facts_shape(warps, columns))
 
 
-def split_by_warps(columns: int, groups: int) -> Source:
-    """By the warps that multiply, their own rows: up to 128 columns, which their registers hold."""
+def slab_config(columns: int, vector: int = 4) -> SplitConfig:
+    rows = WARP_ROWS // slabs(columns)
+    return SplitConfig(rows, columns, vector, chunks_a_thread=rows * padded(columns) // (CHUNK * WARP))
+
+
+def x_shape(columns: int) -> tuple[int, int]:
+    """Of the local array for a thread's part of a slab."""
+    config = slab_config(columns)
+    return config.turns, CHUNK * config.chunks
+
+
+def verbs(columns: int, groups: int):
+    """Three verbs of a block of `groups` warpgroups that multiply.
+
+    load(x, gQ, row0, tid, vector): a warp's first slab, from row0 on, on its way to x before anything else is known.
+    judge(x, gQ, row0, vector, smem, sFact, rK, rV, scale, lost, tid): the rows as halves in shared memory, from `smem`
+    on, and whether halves lose nothing, with the largest magnitude of V; by all threads of the block.
+    units(unit, sFact, warp, k_unscale): unit[0, h] makes exponents of 2 of the scores of eight rows and a tile of keys.
+    """
     config, single = slab_config(columns), load_tile(slab_config(columns, vector=1))
     fours, put, (of_rows, _, _, sums_of_rows) = load_tile(config), write_shared(config), over_lanes_of(config)
     LANES, TURNS, PEAKS, WARPS = config.lanes, config.turns, config.turns + 1, GROUP_WARPS * groups
-    GROUP_BYTES = image_bytes(GROUP_ROWS, columns)
+    GROUP_BYTES, SLABS, SLAB_ROWS = image_bytes(GROUP_ROWS, columns), slabs(columns), config.rows
 
     @verb
-    def start(x, gQ, own0, smem, barrier, image, m_block, tid, vector, has_keys):
+    def load(x, gQ, row0, tid, vector):
         # The lane of unknown origin: addresses are else kept.
         lane = opaque(tid) & (WARP - 1)
-        row, chunk = own0 + quotient(lane, LANES), lane & (LANES - 1)
+        row, chunk = row0 + quotient(lane, LANES), lane & (LANES - 1)
         if tid < WARPS * WARP:
             if vector == 4:
-                fours(x, gQ, row, own0, 0, chunk)
+                fours(x, gQ, row, row0, 0, chunk)
             else:
-                single(x, gQ, row, own0, 0, chunk)
+                single(x, gQ, row, row0, 0, chunk)
 
     @verb
     def split(at, x, sFact, D, times, rest, lane):
@@ -140,42 +120,38 @@ def split_by_warps(columns: int, groups: int) -> Source:
         least = warp_max(least)
         if lane == 0:
             # A factor out of range is no scale: then fp32 has to do.
-            sFact[0], sFact[1] = amax if (amax < INF) & (abs(times) * up < INF) else INF, least
-        return down
+            sFact[SLAB_AMAX] = amax if (amax < INF) & (abs(times) * up < INF) else INF
+            sFact[SLAB_LEAST], sFact[SLAB_UNSCALE] = least, down
 
     @verb
-    def judge(x, D, smem, sFact, Q_record, K_record, V_record, head, m_block, scale, lost, tid):
+    def judge(x, gQ, row0, vector, smem, sFact, rK, rV, scale, lost, tid):
         extreme = cuda.local.array(EXTREMES, float32)
-        lane, warp, unscale = tid & (WARP - 1), quotient(tid, WARP), ONE
-        extremes_of_keys(extreme, K_record[head], V_record[head], lane)
+        lane, warp, D = tid & (WARP - 1), quotient(tid, WARP), gQ.shape[1]
+        extremes_of_keys(extreme, rK, rV, lane)
         if warp < WARPS:
             group = quotient(warp, GROUP_WARPS)
             at = smem + group * GROUP_BYTES + (warp - group * GROUP_WARPS) * WARP_ROWS * ROW_BYTES
             times, rest = of_log2e(scale, lost)
-            unscale = split(at, x, sFact[warp], D, times, rest, lane)
+            for slab in range(SLABS):
+                if slab > 0:
+                    load(x, gQ, row0 + slab * SLAB_ROWS, tid, vector)
+                split(at + slab * SLAB_ROWS * ROW_BYTES, x, sFact[warp * SLABS + slab], D, times, rest, lane)
             # What this thread stored is for tensor cores.
             fence_proxy_async()
         cuda.syncthreads()
-        if lane < WARPS:
-            extreme[Q_AMAX], extreme[Q_LEAST] = sFact[lane, 0], sFact[lane, 1]
+        if lane < WARPS * SLABS:
+            extreme[Q_AMAX], extreme[Q_LEAST] = sFact[lane, SLAB_AMAX], sFact[lane, SLAB_LEAST]
         over_warp(extreme)
         q, k, v_amax = (extreme[Q_AMAX], -extreme[Q_LEAST]), (extreme[K_AMAX], -extreme[K_LEAST]), extreme[V_AMAX]
-        return is_safe(float32(D), q[0], q[1], k[0], k[1], v_amax, -extreme[V_LEAST], ONE), v_amax, unscale
+        return is_safe(float32(D), q[0], q[1], k[0], k[1], v_amax, -extreme[V_LEAST], ONE), v_amax
 
     @verb
-    def late(smem, barrier, image, m_block):
-        pass
+    def units(unit, sFact, warp, k_unscale):
+        for h in range(2):
+            # Shared memory knows it, where registers are few.
+            unit[0, h] = unit_of(sFact[warp * SLABS + h * (SLABS - 1), SLAB_UNSCALE], k_unscale)
 
-    @verb
-    def wait(barrier, unscale, Q_record, head, m_block, group):
-        return unscale
-
-    return Source(start, judge, late, wait, (TURNS, CHUNK * config.chunks), (WARPS, FACTS))
-
-
-def slab_config(columns: int, vector: int = 4) -> SplitConfig:
-    """Of a warp's rows."""
-    return SplitConfig(WARP_ROWS, columns, vector, chunks_a_thread=WARP_ROWS * padded(columns) // (CHUNK * WARP))
+    return load, judge, units
 
 
 def write_shared(config: SplitConfig):

@@ -10,7 +10,6 @@ from dataclasses import dataclass
 from functools import reduce
 
 from numba_attn.device.smem import vector_load
-from numba_attn.device.softmax import ZERO
 from numba_attn.device.split_half import CHUNK, INF, ROW_BYTES, WORD_BYTES, padded, plane_bytes, split
 from numba_attn.device.tile import WARP
 from numba_attn.device.unrolled import unrolled
@@ -79,6 +78,15 @@ def load_tile(config: SplitConfig):
                     for n, number in enumerate(e.load(gX, (row + STEP * i, col), VECTOR, behind=NEXT * c + k)):
                         x[i, CHUNK * c + k + n] = number
 
+    @unrolled
+    def clear(e, x, rows, columns):
+        """Nothing but zeros from so many rows and columns on."""
+        for i in range(TURNS):
+            for c in range(CHUNKS):
+                for k in range(CHUNK):
+                    is_inside = (rows > STEP * i) & (columns > NEXT * c + k)
+                    x[i, CHUNK * c + k] = e.where(is_inside, x[i, CHUNK * c + k], 0.0)
+
     @verb
     def load(x, gX, row, row0, col0, chunk):
         L, D = gX.shape
@@ -87,16 +95,12 @@ def load_tile(config: SplitConfig):
             load_inside(x, gX, row, col)
         else:
             for i in range(TURNS):
-                at = row + STEP * i
                 for c in range(CHUNKS):
                     for k in range(0, CHUNK, N):
-                        column = col + NEXT * c + k
                         # Read from a place inside.
-                        load_vector(x, (i, CHUNK * c + k), gX, (min(at, L - 1), min(column, D - N)))
-                        is_inside = (at < L) & (column < min(D, col0 + COLUMNS))
-                        for n in range(N):
-                            own = CHUNK * c + k + n
-                            x[i, own] = x[i, own] if is_inside else ZERO
+                        at, column = min(row + STEP * i, L - 1), min(col + NEXT * c + k, D - N)
+                        load_vector(x, (i, CHUNK * c + k), gX, (at, column))
+            clear(x, min(L - row, ROWS), min(D, col0 + COLUMNS) - col)
 
     return load
 

@@ -1,7 +1,7 @@
 """Verbs of a ring of slots in shared memory that one thread fills with tiles of K and V, and warpgroups read.
 
 A slot holds a part of a tile: some columns of both planes, the plane of hi first. Barriers in shared memory stand
-behind each other: full of Q, full of each slot, read of each slot. A turn names a slot and, in its lowest bit, the
+behind each other: full of each slot, read of each slot. A turn names a slot and, in its lowest bit, the
 parity of its phase.
 """
 
@@ -15,13 +15,12 @@ from numba_attn.device.ptx_sm90 import (
     mbarrier_init,
     mbarrier_wait,
 )
-from numba_attn.device.split_half import WORD_BYTES, image_bytes, image_words, padded, plane_bytes
+from numba_attn.device.split_half import image_words, padded, plane_bytes
 from numba_attn.device.unrolled import unrolled
 from numba_attn.device.verb import verb
 from numba_attn.device.wgmma_fragments import GROUP_ROWS
 
 BARRIER_BYTES = 8
-_OF_Q = BARRIER_BYTES
 
 
 def copy_part(rows: int, columns: int, part: int):
@@ -47,39 +46,15 @@ def copy_part(rows: int, columns: int, part: int):
     return copy
 
 
-def copy_tiles(n_bytes: int):
-    """The verb `copy(target, image, word, barrier)`: n_bytes of an image in one piece, by one thread."""
-
-    @unrolled
-    def copy(e, target, image, word, barrier):
-        e.copy_bulk(target, e.address(image, word), 0, n_bytes, barrier)
-
-    return copy
-
-
-def copy_q(rows: int, columns: int):
-    """The verb `copy(target, barrier, image, block)`: the tiles of a block of Q, by one thread."""
-    n_bytes = image_bytes(rows, columns)
-    issue = copy_tiles(n_bytes)
-
-    @verb
-    def copy(target, barrier, image, block):
-        mbarrier_arrive_expect(barrier, n_bytes)
-        issue(target, image, block * (n_bytes // WORD_BYTES), barrier)
-
-    return copy
-
-
 def start_barriers(slots: int, readers: int):
     """The verb `start(barriers, tid)`: all barriers, for `readers` warps that read."""
 
     @verb
     def start(barriers, tid):
         if tid == 0:
-            mbarrier_init(barriers, 1)
             for slot in range(slots):
-                mbarrier_init(barriers + _OF_Q + slot * BARRIER_BYTES, 1)
-                mbarrier_init(barriers + _OF_Q + (slots + slot) * BARRIER_BYTES, readers)
+                mbarrier_init(barriers + slot * BARRIER_BYTES, 1)
+                mbarrier_init(barriers + (slots + slot) * BARRIER_BYTES, readers)
             # The copy engine must see them too, not threads alone.
             fence_mbarrier_init()
         # The barriers are there for all.
@@ -96,7 +71,7 @@ def claim(slots: int, slot_bytes: int):
 
     @verb
     def claim(ring, barriers, turn):
-        full = barriers + _OF_Q + (turn >> 1) * BARRIER_BYTES
+        full = barriers + (turn >> 1) * BARRIER_BYTES
         # Read by all: their arrivals release what they did, and the tensor cores' reads ended before their waits did.
         mbarrier_wait(full + slots * BARRIER_BYTES, (turn & 1) ^ 1)
         mbarrier_arrive_expect(full, slot_bytes)
@@ -130,7 +105,7 @@ def await_slots(slots: int):
     @verb
     def await_slots(barriers):
         for slot in range(slots):
-            mbarrier_wait(barriers + _OF_Q + slot * BARRIER_BYTES, 0)
+            mbarrier_wait(barriers + slot * BARRIER_BYTES, 0)
 
     return await_slots
 
@@ -167,5 +142,5 @@ def take(parts: int, slots: int):
 def slot_of(turn, ring, barriers, slot_bytes: int, slots: int) -> tuple:
     """Address of the slot, its two barriers (full, read) and the parity of its phase."""
     slot = turn >> 1
-    full = barriers + _OF_Q + slot * BARRIER_BYTES
+    full = barriers + slot * BARRIER_BYTES
     return ring + slot * slot_bytes, full, full + slots * BARRIER_BYTES, turn & 1

@@ -12,22 +12,20 @@ Algorithm. Three launches:
              3.  l = alpha l + rowsum P
              4.  O = alpha O + P V      P split in the registers that S was summed in
              and after the last tile O = O / l, lse = m + ln l.
-    rescue   blocks for which halves would lose digits (`verdict`), and rows with few keys: fp32 without tensor cores,
+    rescue   blocks for which halves would lose digits (`is_safe`), and rows with few keys: fp32 without tensor cores,
              scores to twice its digits.
 
-Work split. One block for 64 GROUPS query rows of a head. A warpgroup owns 64 rows and splits them; where registers do
-not allow for that, Q has images too. One thread of the last warpgroup copies K and V, tile by tile, to a ring of SLOTS
-slots, each with two barriers: full (the bytes are there) and read (all warps are done with them). Up to 128 columns
-warpgroups take turns at Q K^T.
+Work split. One block for 64 GROUPS query rows of a head. A warpgroup owns 64 rows, each of its warps splits 16 of them.
+One thread of the last warpgroup copies K and V, tile by tile, to a ring of SLOTS slots, each with two barriers: full
+(the bytes are there) and read (all warps are done with them). Up to 128 columns warpgroups take turns at Q K^T.
 
-Memory. Images take the bytes of K and V, and maybe Q, again. Rows have PADDED columns, d_bucket in whole 64s. Shared:
-256 GROUPS PADDED bytes for Q, 256 PART for each slot. Registers a thread: COLUMNS / 2 for O, O_COLUMNS / 2 for its
-sums; 32 for S, 32 S_CHAINS for its sums.
+Memory. Images take the bytes of K and V again. Rows have PADDED columns, d_bucket in whole 64s. Shared: 256 GROUPS
+PADDED bytes for Q, 256 PART for each slot. Registers a thread: COLUMNS / 2 for O, O_COLUMNS / 2 for its sums; 32 for S,
+32 S_CHAINS for its sums.
 
 Numerics. As flash_split_half_sm80; sums are truncated within 64 columns (S) or one tile of keys (O).
 
-Limits. Compute capability 9.0; head dims up to 256; images of K and V of one head and of one block of query rows within
-512 MB.
+Limits. Compute capability 9.0; head dims up to 256; images of K and V of one head within 512 MB.
 
 Source. Split and sums: Ootomo and Yokota 2022. FlashAttention-3 (Shah et al. 2024). PTX ISA: wgmma, mbarrier.
 """
@@ -42,11 +40,11 @@ from numba import cuda, float32, int32
 from numba_attn.device import mma_epilogue, mma_tile, split_q, wgmma_ring, wgmma_tile
 from numba_attn.device.mask import Mask
 from numba_attn.device.math import bits, cdiv, quotient
-from numba_attn.device.ptx import opaque
+from numba_attn.device.ptx import of_warp, opaque
 from numba_attn.device.ptx_sm90 import setmaxnreg
 from numba_attn.device.rescue_kernel import FEW_KEYS
 from numba_attn.device.smem import shared_memory, shared_tile
-from numba_attn.device.split_half import PEAK, UNSCALE, image_bytes, padded, peak_of, scales, unit_of, units_of
+from numba_attn.device.split_half import PEAK, UNSCALE, image_bytes, padded, peak_of, scales, units_of
 from numba_attn.device.split_q import GROUP_WARPS, WARP_ROWS
 from numba_attn.device.wgmma_fragments import GROUP_ROWS, GROUP_THREADS, STEP
 from numba_attn.device.wgmma_ring import BARRIER_BYTES
@@ -64,7 +62,6 @@ class Config:
     s_chains: int  # sums of 64 columns of S that are issued together
     o_columns: int  # columns of O that are summed together
     products: int = 3  # for Q K^T: the fourth, lo lo, shows beside the rounding errors of very short sums only
-    splits_q: bool = False  # the warps that multiply split their rows of Q: no images of it
     ping_pong: bool = False  # warpgroups take turns at Q K^T: one multiplies while another exponentiates
     is_causal: bool = False
 
@@ -88,8 +85,9 @@ class Config:
 
     @property
     def smem_bytes(self) -> int:
-        """Behind the tiles the barriers, one of Q, two of each slot; then two numbers of each warp's rows of Q."""
-        return self.tiles_bytes + (2 * self.slots + 1) * BARRIER_BYTES + split_q.FACTS_BYTES * GROUP_WARPS * self.groups
+        """Behind the tiles the barriers, two of each slot; then what is known of each warp's rows of Q."""
+        facts = split_q.facts_bytes(GROUP_WARPS * self.groups, self.d_bucket)
+        return self.tiles_bytes + 2 * self.slots * BARRIER_BYTES + facts
 
     @property
     def registers(self) -> tuple[int, int]:
@@ -99,14 +97,13 @@ class Config:
         return together - many * self.groups, many
 
 
-# Up to 128 columns three warpgroups share what is copied, and take turns; wider ones have no registers for a third, nor
-# for their rows of Q, and at 96 splitting these would spill.
+# Up to 128 columns three warpgroups share what is copied, and take turns; wider ones have no registers for a third.
 NARROW = {"groups": 3, "ping_pong": True}
 TILES = (
-    Config(32, part=64, slots=4, s_chains=1, o_columns=32, products=4, splits_q=True, **NARROW),
-    Config(64, part=64, slots=8, s_chains=1, o_columns=64, splits_q=True, **NARROW),
+    Config(32, part=64, slots=4, s_chains=1, o_columns=32, products=4, **NARROW),
+    Config(64, part=64, slots=8, s_chains=1, o_columns=64, **NARROW),
     Config(96, part=128, slots=4, s_chains=2, o_columns=64, **NARROW),
-    Config(128, part=128, slots=4, s_chains=2, o_columns=64, splits_q=True, **NARROW),
+    Config(128, part=128, slots=4, s_chains=2, o_columns=64, **NARROW),
     Config(192, groups=2, part=64, slots=8, s_chains=1, o_columns=64),
     Config(256, groups=2, part=128, slots=3, s_chains=1, o_columns=64),
 )
@@ -143,8 +140,8 @@ def small_config(problem: Problem) -> Config:
 
 
 def images(problem: Problem, config: Config) -> ImageBatches:
-    lost, has_q = mma_tile.lost_by_scores(problem.D, GROUP_ROWS // STEP, small_first=True), not config.splits_q
-    return ImageBatches(problem, GROUP_ROWS, config.d_bucket, config.block_m, lost=lost, has_q=has_q)
+    lost = mma_tile.lost_by_scores(problem.D, GROUP_ROWS // STEP, small_first=True)
+    return ImageBatches(problem, GROUP_ROWS, config.d_bucket, config.block_m, lost=lost, has_q=False)
 
 
 def workspace(problem: Problem, config: Config) -> dict[str, Workspace]:
@@ -164,9 +161,8 @@ def build_flash(config: Config):
     PING_PONG, SKIPS = config.ping_pong, COLUMNS <= 128  # wider ones have no registers for skipping
     # Wider ones have no registers for what comes ahead; under causality it was 10 percent slower.
     IS_EARLY = COLUMNS <= 192 and not config.is_causal
-    source = split_q.source(COLUMNS, GROUPS, config.splits_q, IS_EARLY)
-    start_q, judge, copy_q, await_q, X_SHAPE = source.start, source.judge, source.late, source.wait, source.x_shape
-    FACT = shared_tile(BARRIERS + (2 * SLOTS + 1) * BARRIER_BYTES, source.facts)
+    (load_q, judge, units), X_SHAPE = split_q.verbs(COLUMNS, GROUPS), split_q.x_shape(COLUMNS)
+    FACT = shared_tile(BARRIERS + 2 * SLOTS * BARRIER_BYTES, split_q.facts_shape(GROUP_WARPS * GROUPS, COLUMNS))
     S_SHAPE, O_SHAPE, ROW_SHAPE = (1, GROUP_ROWS // 8, 4), (1, COLUMNS // 8, 4), (1, 2)
     LEFT_SHAPE = (2, GROUP_ROWS // STEP, 4)
     end_of_row = Mask(config.is_causal).end
@@ -178,14 +174,12 @@ def build_flash(config: Config):
     take_turn, end_turn = wgmma_tile.turns(GROUPS)
     start = mma_tile.start(WARP_ROWS, COLUMNS)
     qk = wgmma_tile.scores(COLUMNS, PART, config.products, SLOTS, config.s_chains)
-    mask, softmax = mma_tile.masked(WARP_ROWS, GROUP_ROWS, end_of_row), mma_tile.softmax(WARP_ROWS, GROUP_ROWS)
+    mask, softmax = mma_tile.masked(WARP_ROWS, GROUP_ROWS, end_of_row), mma_tile.softmax(WARP_ROWS, GROUP_ROWS, True)
     split, pv = wgmma_tile.split_left(), wgmma_tile.outputs(COLUMNS, PART, SLOTS, config.o_columns)
     finish, store_lse = mma_epilogue.finish_wide(WARP_ROWS, COLUMNS), mma_epilogue.store_lse(WARP_ROWS)
 
     @cuda.jit
-    def flash_split_half(
-        Q, K, Q_image, K_image, V_image, Q_record, K_record, V_record, unsafe, O, lse, first_row, vector, scale, lost
-    ):
+    def flash_split_half(Q, K, K_image, V_image, K_record, V_record, unsafe, O, lse, first_row, vector, scale, lost):
         # who am I: block -> head, m_block; a warpgroup owns 64 query rows, the last one copies
         H, Lq, Lk, (heads, m_blocks) = Q.shape[1], Q.shape[2], K.shape[2], unsafe.shape
         head, m_block = place(cuda.blockIdx.x, heads, m_blocks, K_record.shape[1])
@@ -195,29 +189,26 @@ def build_flash(config: Config):
 
         # Q and the first tile of K, on their way while it is found out whether they are needed
         start_barriers(barriers, tid)
-        x = cuda.local.array(X_SHAPE, float32)
-        own0, image = m0 + (tid >> 5) * WARP_ROWS, Q_image[opaque(head)]
-        start_q(x, gQ, own0, smem, barriers, image, m_block, tid, vector, has_keys)
+        x, warp0 = cuda.local.array(X_SHAPE, float32), m0 + (tid >> 5) * WARP_ROWS
+        load_q(x, gQ, warp0, tid, vector)
         if IS_EARLY and has_keys and tid == CONSUMERS:
             own = opaque(head)
             feed(ring, barriers, 0, K_image[own], V_image[own], 0, 1)
 
         # halves only where they lose nothing
-        safe, v_amax, q_unscale = judge(
-            x, Q.shape[3], smem, FACT(smem), Q_record, K_record, V_record, head, m_block, scale, lost, tid
-        )
+        rK, rV = K_record[head], V_record[head]
+        safe, v_amax = judge(x, gQ, warp0, vector, smem, FACT(smem), rK, rV, scale, lost, tid)
         safe &= has_keys
         if tid == 0:
             unsafe[head, m_block] = not safe
         if not safe:
             if IS_EARLY and has_keys and tid == CONSUMERS:
                 # Nothing may arrive once shared memory is another block's.
-                await_q(barriers, q_unscale, Q_record, head, m_block, 0)
                 await_slots(barriers)
             return
         head, m_block = place(opaque(cuda.blockIdx.x), heads, m_blocks, K_record.shape[1])
         m0, tid = m_block * BLOCK_M, opaque(cuda.threadIdx.x)
-        lane, group = tid & 31, tid >> 7
+        lane, group = tid & 31, of_warp(tid >> 7)
         n_end = end_of_row(first_row + min(m0 + BLOCK_M, Lq) - 1, Lk)
 
         if tid >= CONSUMERS:
@@ -225,7 +216,6 @@ def build_flash(config: Config):
             few()
             if tid == CONSUMERS:
                 tiles = 2 * quotient(n_end + (GROUP_ROWS - 1), GROUP_ROWS)
-                copy_q(smem, barriers, Q_image[head], m_block)
                 if IS_EARLY:
                     feed(ring, barriers, V_TURN, K_image[head], V_image[head], 1, tiles)
                 else:
@@ -239,16 +229,16 @@ def build_flash(config: Config):
             m = cuda.local.array(ROW_SHAPE, float32)
             l = cuda.local.array(ROW_SHAPE, float32)
             alpha = cuda.local.array(ROW_SHAPE, float32)
+            unit = cuda.local.array(ROW_SHAPE, float32)
             parts, turn = cuda.local.array(PARTS, int32), 0
             start(acc, m, l)
             q_at, v_bits = smem + group * TILE_BYTES, bits(v_amax)
             row0, own0, own_end = first_row + m0 + (tid >> 5) * WARP_ROWS, m0 + group * GROUP_ROWS, n_end
             if SKIPS:
                 # Of this group's own rows: none past the last row, fewer under causality.
-                own_end = end_of_row(first_row + min(own0 + GROUP_ROWS, Lq) - 1, Lk) if own0 < Lq else 0
+                own_end = of_warp(end_of_row(first_row + min(own0 + GROUP_ROWS, Lq) - 1, Lk) if own0 < Lq else 0)
             if PING_PONG and group == GROUPS - 1:
                 end_turn(group)
-            q_unscale = await_q(barriers, q_unscale, Q_record, head, m_block, group)
 
             for n0 in range(0, n_end, GROUP_ROWS):
                 turn = take(parts, turn)
@@ -256,7 +246,7 @@ def build_flash(config: Config):
                     take_turn(group)
                 if not SKIPS or n0 < own_end:
                     # S = Q K^T, P = 2^(S - m)
-                    unit = unit_of(q_unscale, K_record[opaque(head), n0 // GROUP_ROWS, UNSCALE])
+                    units(unit, FACT(smem), opaque(tid) >> 5, K_record[opaque(head), n0 // GROUP_ROWS, UNSCALE])
                     peak = peak_of(V_record[opaque(head), n0 // GROUP_ROWS, UNSCALE], scales(opaque(v_bits))[0])
                     qk(S, q_at, ring, barriers, parts, lane == 0)
                     if PING_PONG:

@@ -12,7 +12,7 @@ from toys import nans, ptx_of, randn, simulate
 
 from numba_attn import sim
 from numba_attn.device.math import LOG2E, cdiv, fma
-from numba_attn.device.ptx import cp_async_commit, cp_async_wait, opaque
+from numba_attn.device.ptx import cp_async_commit, cp_async_wait, of_warp, opaque
 from numba_attn.device.smem import async_copy, shared_memory, shared_tile
 from numba_attn.device.softmax import ALL_LANES, exp, of_row, warp_max
 
@@ -96,6 +96,17 @@ def test_opaque(run):
     run(kernel, o)
     np.testing.assert_array_equal(o, np.arange(32))
     assert "mov.b32" in instructions(ptx_of(kernel, 1))
+
+
+def test_of_warp(run):
+    @cuda.jit
+    def kernel(O):
+        O[cuda.threadIdx.x] = float32(of_warp(cuda.threadIdx.x >> 5))
+
+    o = nans(64)
+    run(kernel, o, threads=64)
+    np.testing.assert_array_equal(o, np.repeat([0, 1], 32))
+    assert "redux.sync.or.b32" in instructions(ptx_of(kernel, 1))
 
 
 def test_max_and_shuffle_instructions():

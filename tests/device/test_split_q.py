@@ -17,54 +17,65 @@ BLOCK_M = 64
 
 
 def split_rows(run, Q, columns, vector, K_record=None, V_record=None, scale=1.0, lost=0.0):
-    """Image [words], unscales and facts of the four warps, and (safe, v_amax), of 64 rows, of which Q has fewer."""
-    source = split_q.source(columns, 1, splits=True, is_early=True)
-    start, judge, X_SHAPE = source.start, source.judge, source.x_shape
-    n_bytes = sh.image_bytes(BLOCK_M, columns)
-    FACT, WORDS, N = shared_tile(n_bytes, source.facts), shared_tile(0, (n_bytes // 4,), dtype=float32), n_bytes // 4
+    """Image [words], facts [slabs, 3], units of eights of rows, and (safe, v_amax), of 64 rows, of which Q has fewer."""
+    (load, judge, units), X_SHAPE = split_q.verbs(columns, 1), split_q.x_shape(columns)
+    n_bytes, facts_shape = sh.image_bytes(BLOCK_M, columns), split_q.facts_shape(4, columns)
+    FACT, WORDS, N = shared_tile(n_bytes, facts_shape), shared_tile(0, (n_bytes // 4,), dtype=float32), n_bytes // 4
 
     @cuda.jit
-    def kernel(Q, Q_record, K_record, V_record, image, unscales, facts, result, scale, lost, vector):
+    def kernel(Q, K_record, V_record, image, eights, facts, result, scale, lost, vector):
         tid, smem = cuda.threadIdx.x, shared_memory()
         x = cuda.local.array(X_SHAPE, float32)
         sFact, sWord = FACT(smem), WORDS(smem)
-        start(x, Q[0, 0], (tid >> 5) * 16, smem, 0, image, 0, tid, vector, True)
-        safe, v_amax, unscale = judge(x, Q.shape[3], smem, sFact, Q_record, K_record, V_record, 0, 0, scale, lost, tid)
+        unit = cuda.local.array((1, 2), float32)
+        gQ, row0 = Q[0, 0], (tid >> 5) * 16
+        load(x, gQ, row0, tid, vector)
+        safe, v_amax = judge(x, gQ, row0, vector, smem, sFact, K_record[0], V_record[0], scale, lost, tid)
         for i in range(tid, N, cuda.blockDim.x):
             image[i] = sWord[i]
         if tid & 31 == 0 and tid < 128:
-            unscales[tid >> 5] = unscale
-            for i in range(2):
-                facts[tid >> 5, i] = sFact[tid >> 5, i]
+            units(unit, sFact, tid >> 5, float32(0.5))
+            eights[tid >> 5, 0], eights[tid >> 5, 1] = unit[0, 0], unit[0, 1]
+        if tid < facts.shape[0]:
+            for i in range(3):
+                facts[tid, i] = sFact[tid, i]
         if tid == 0:
             result[0], result[1] = 1 if safe else 0, v_amax
 
-    image, unscales, facts, result = nans(N), nans(4), nans(4, 2), nans(2)
+    image, eights, facts, result = nans(N), nans(4, 2), nans(*facts_shape), nans(2)
     ones = np.ones((1, 1, sh.RECORD), np.float32)
-    records = [
-        np.empty((1, 0, 4), np.float32),
-        *(ones if record is None else record for record in (K_record, V_record)),
-    ]
-    arguments = (Q, *records, image, unscales, facts, result, np.float32(scale), sh.units_of(lost), vector)
-    run(kernel, *arguments, threads=256, smem_bytes=n_bytes + 32)
-    return image.view(np.uint32), unscales, facts, result
+    records = [ones if record is None else record for record in (K_record, V_record)]
+    arguments = (Q, *records, image, eights, facts, result, np.float32(scale), sh.units_of(lost), vector)
+    run(kernel, *arguments, threads=256, smem_bytes=n_bytes + split_q.facts_bytes(4, columns))
+    return image.view(np.uint32), eights, facts, result
 
 
 @pytest.mark.parametrize(
     ("columns", "D", "vector", "rows"),
-    [(16, 16, 4, 64), (64, 60, 4, 64), (64, 61, 1, 50), (128, 128, 4, 64), (128, 100, 2, 64), (80, 80, 4, 33)],
+    [
+        (16, 16, 4, 64),
+        (64, 60, 4, 64),
+        (64, 61, 1, 50),
+        (128, 128, 4, 64),
+        (128, 100, 2, 64),
+        (80, 80, 4, 33),
+        (192, 130, 1, 60),
+        (256, 256, 4, 64),
+        (256, 255, 1, 41),
+    ],
 )
 def test_rows_of_warps(run, columns, D, vector, rows):
     Q = randn(1, 1, rows, D) * np.float32(2.0) ** np.arange(0, 2 * rows, 2, dtype=np.float32)[:, None] / 2**60
-    image, unscales, facts, _ = split_rows(run, Q, columns, vector, scale=-0.3, lost=2.0**-20)
+    image, eights, facts, _ = split_rows(run, Q, columns, vector, scale=-0.3, lost=2.0**-20)
+    np.testing.assert_array_equal(eights, 0.5 * np.repeat(facts[:, 2], 8 // len(facts)).reshape(4, 2))
     part = np.zeros((BLOCK_M, sh.padded(columns)))
     part[:rows, :D] = Q[0, 0]
     expected = []
-    for warp, own in enumerate(np.split(part, 4)):
+    for fact, own in zip(facts, np.split(part, len(facts)), strict=True):
         amax, level, _ = record_of(own.astype(np.float32), D)
         times = np.abs(np.float32(-0.3) * sh.LOG2E)
-        np.testing.assert_array_equal(facts[warp], [amax * times, -np.float32(level) * times])
-        up = 1 / np.float64(unscales[warp])
+        np.testing.assert_array_equal(fact[:2], [amax * times, -np.float32(level) * times])
+        up = 1 / np.float64(fact[2])
         assert amax == 0 or 2**14 <= amax * times * up < 2**15
         expected.append(own * factor_of(-0.3, 2.0**-20) * up)
     # An element near the middle of two halves may go to either: hi and lo together are what counts.
