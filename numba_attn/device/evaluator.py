@@ -93,7 +93,7 @@ class Evaluator:
     def store_if(self, condition, tensor, index, values, behind: int = 0) -> None:
         self.store(tensor, index, values, condition, behind)
 
-    def wgmma(self, columns: int, chains: list, *, wait: bool = True, uniform: bool = True) -> list:
+    def wgmma(self, columns: int, chains: list, *, wait: bool = True) -> list:
         group = self.thread.meet_warpgroup((columns, chains))
         if group.result is None:
             group.result = _sums(self.thread, group)

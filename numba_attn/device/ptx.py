@@ -32,6 +32,25 @@ def emit(builder, text: str, result, operands, constraints: str, *, memory: bool
     return builder.call(asm, operands, attrs=("convergent",) if convergent else ())
 
 
+def emit_store_shared(builder, address, words):
+    """`st.shared[.v2|.v4].b32`: 32-bit values to a 32-bit shared address, aligned to all of them."""
+    n = len(words)
+    vector, registers = f".v{n}" if n > 1 else "", ", ".join(f"${i + 1}" for i in range(n))
+    kinds = ["f" if word.type == F32 else "r" for word in words]
+    text = f"st.shared{vector}.b32 [$0], {{{registers}}};" if n > 1 else "st.shared.b32 [$0], $1;"
+    emit(builder, text, VOID, [address, *words], ",".join(["r", *kinds]), memory=True)
+
+
+def emit_load_shared(builder, address, n: int):
+    """`ld.shared[.v2|.v4].f32`: n fp32 at a 32-bit shared address, aligned to all of them; stays behind waits."""
+    if n == 1:
+        return [emit(builder, "ld.shared.f32 $0, [$1];", F32, [address], "=f,r", memory=True)]
+    text = f"ld.shared.v{n}.f32 {{{', '.join(f'${i}' for i in range(n))}}}, [${n}];"
+    result = ir.LiteralStructType([F32] * n)
+    values = emit(builder, text, result, [address], ",".join(["=f"] * n + ["r"]), memory=True)
+    return [builder.extract_value(values, i) for i in range(n)]
+
+
 def emit_cp_async(builder, destination, source, n_bytes: int, valid_bytes):
     """`cp.async.{ca,cg}.shared.global [destination], [source], n_bytes, valid_bytes` (sm_80).
 

@@ -7,11 +7,10 @@ are what `cluster_arrive` and `cluster_wait` are for.
 
 from __future__ import annotations
 
-from llvmlite import ir
 from numba.cuda import types
 from numba.cuda.extending import intrinsic
 
-from numba_attn.device.ptx import F32, I32, VOID, emit
+from numba_attn.device.ptx import I32, VOID, emit
 from numba_attn.device.ptx_sm90 import of_integers
 from numba_attn.device.verb import twin_of
 
@@ -42,25 +41,6 @@ mapa.shared::cluster.u32 target, $0, $3;
 mapa.shared::cluster.u32 barrier, $2, $3;
 cp.async.bulk.shared::cluster.shared::cta.mbarrier::complete_tx::bytes [target], [$1], {n_bytes}, [barrier]; }}"""
     emit(builder, text, VOID, [target, source, barrier, rank], "r,r,r,r", memory=True)
-
-
-def emit_store_shared(builder, address, words):
-    """`st.shared[.v2|.v4].b32`: 32-bit values to a 32-bit shared address, aligned to all of them."""
-    n = len(words)
-    vector, registers = f".v{n}" if n > 1 else "", ", ".join(f"${i + 1}" for i in range(n))
-    kinds = ["f" if word.type == F32 else "r" for word in words]
-    text = f"st.shared{vector}.b32 [$0], {{{registers}}};" if n > 1 else "st.shared.b32 [$0], $1;"
-    emit(builder, text, VOID, [address, *words], ",".join(["r", *kinds]), memory=True)
-
-
-def emit_load_shared(builder, address, n: int):
-    """`ld.shared[.v2|.v4].f32`: n fp32 at a 32-bit shared address, aligned to all of them; stays behind waits."""
-    if n == 1:
-        return [emit(builder, "ld.shared.f32 $0, [$1];", F32, [address], "=f,r", memory=True)]
-    text = f"ld.shared.v{n}.f32 {{{', '.join(f'${i}' for i in range(n))}}}, [${n}];"
-    result = ir.LiteralStructType([F32] * n)
-    values = emit(builder, text, result, [address], ",".join(["=f"] * n + ["r"]), memory=True)
-    return [builder.extract_value(values, i) for i in range(n)]
 
 
 def emit_mbarrier_wait_cluster(builder, barrier, parity):
@@ -128,17 +108,3 @@ def cluster_wait(typingctx):
 @twin_of(cluster_wait)
 def _cluster_wait(thread):
     thread.cluster_wait()
-
-
-@intrinsic
-def fence_proxy_async(typingctx):
-    """`fence.proxy.async.shared::cta` (sm_90): what this thread stored before is there for bulk copies and `wgmma`.
-
-    Whoever starts these is ordered behind the fence as behind any access: by a barrier.
-    """
-    return types.none(), of_integers("fence.proxy.async.shared::cta;")
-
-
-@twin_of(fence_proxy_async)
-def _fence_proxy_async(thread):
-    thread.fence_proxy_async()

@@ -10,7 +10,7 @@ from numba_attn.device.ptx import F32, VOID, emit
 from numba_attn.device.verb import twin_of
 
 
-def emit_wgmma(builder, columns: int, chains: list, *, wait: bool, uniform: bool):
+def emit_wgmma(builder, columns: int, chains: list, *, wait: bool):
     """`wgmma.mma_async.sync.aligned.m64n{columns}k16.f32.f16.f16` (sm_90a): fp16 products summed in fp32, from zero.
 
     chains: one or several lists of (left, right), issued in this order; each list makes one sum of 64 x `columns`.
@@ -18,8 +18,9 @@ def emit_wgmma(builder, columns: int, chains: list, *, wait: bool, uniform: bool
     + `low` and the high word `high`; left: the same, or four 32-bit registers. Returns columns / 2 fp32 for each chain.
     See `wgmma_fragments`. All 128 threads of a warpgroup must be there.
 
-    uniform: by a reduction (`redux`) the compiler knows addresses as one number for the warp, and a descriptor takes
-    one addition of uniform registers; else each is made in every lane, and handed over (R2UR).
+    By a reduction (`redux`) the compiler knows addresses as one number for the warp, and a descriptor takes an addition
+    of uniform registers; else, and behind a branch that it does not know as one of the warp (`ptx.of_warp`), each is
+    made in every lane and handed over (R2UR).
 
     One statement, so that nothing moves into it. Without `wait` the sums, and left registers, may not be touched before
     `emit_wgmma_wait`.
@@ -33,8 +34,6 @@ def emit_wgmma(builder, columns: int, chains: list, *, wait: bool, uniform: bool
         return f"${numbers[id(value)]}"
 
     def address(first) -> str:
-        if not uniform:
-            return number(first)
         if id(first) not in firsts:
             firsts[id(first)] = f"first{len(firsts)}"
             lines.insert(1, f".reg .b32 {firsts[id(first)]};")
@@ -229,3 +228,17 @@ def _let_next_launch_start(thread):
 @twin_of(wait_for_launch_before)
 def _wait_for_launch_before(thread):
     pass
+
+
+@intrinsic
+def fence_proxy_async(typingctx):
+    """`fence.proxy.async.shared::cta` (sm_90): what this thread stored before is there for bulk copies and `wgmma`.
+
+    Whoever starts these is ordered behind the fence as behind any access: by a barrier.
+    """
+    return types.none(), of_integers("fence.proxy.async.shared::cta;")
+
+
+@twin_of(fence_proxy_async)
+def _fence_proxy_async(thread):
+    thread.fence_proxy_async()

@@ -13,7 +13,7 @@ from numba import cuda, float32
 
 from numba_attn.device.math import bits, quotient
 from numba_attn.device.ptx import opaque
-from numba_attn.device.ptx_cluster import fence_proxy_async
+from numba_attn.device.ptx_sm90 import fence_proxy_async
 from numba_attn.device.softmax import NEG_INF, ONE, ZERO, warp_max
 from numba_attn.device.split_half import (
     CHUNK,

@@ -123,11 +123,10 @@ class _Emitter:
         operands = ([of(x, kind) for x in operand] for operand, kind in ((a, I32), (b, I32), (c, F32)))
         return [Value(self, register) for register in ptx.emit_mma_m16n8k16(self.builder, *operands)]
 
-    def wgmma(self, columns: int, chains: list, *, wait: bool = True, uniform: bool = True) -> list:
+    def wgmma(self, columns: int, chains: list, *, wait: bool = True) -> list:
         """For each chain of (left, right) the registers of the sum of left @ right, see `wgmma_fragments`.
 
-        right, and left where it is no list of registers: a `Matrix`. Without `wait`, `wgmma_wait` must follow. uniform:
-        whether addresses are found in uniform registers.
+        right, and left where it is no list of registers: a `Matrix`. Without `wait`, `wgmma_wait` must follow.
         """
 
         def plain(operand):
@@ -139,7 +138,7 @@ class _Emitter:
 
         firsts = {}
         chains = [[(plain(left), plain(right)) for left, right in chain] for chain in chains]
-        sums = ptx_sm90.emit_wgmma(self.builder, columns, chains, wait=wait, uniform=uniform)
+        sums = ptx_sm90.emit_wgmma(self.builder, columns, chains, wait=wait)
         return [[Value(self, register) for register in registers] for registers in sums]
 
     def wgmma_wait(self, pending: int, sums: list, registers: list) -> list:
@@ -200,11 +199,11 @@ class _Emitter:
 
     def store_shared(self, address, words: list) -> None:
         """Write 1, 2 or 4 registers to a shared address, aligned to all of them."""
-        ptx_cluster.emit_store_shared(self.builder, of(address, I32), [of(word, I32) for word in words])
+        ptx.emit_store_shared(self.builder, of(address, I32), [of(word, I32) for word in words])
 
     def load_shared(self, address, n: int) -> list:
         """1, 2 or 4 fp32 at a shared address, aligned to all of them."""
-        return [Value(self, x) for x in ptx_cluster.emit_load_shared(self.builder, of(address, I32), n)]
+        return [Value(self, x) for x in ptx.emit_load_shared(self.builder, of(address, I32), n)]
 
     def load(self, tensor: Global, index, n: int, behind: int = 0) -> list:
         """n consecutive elements, the first so many behind that of the index, in one access of aligned addresses."""

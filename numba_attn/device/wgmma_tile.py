@@ -87,14 +87,9 @@ def split_left():
     return split_left
 
 
-MOST_UNIFORM = 192
-"""Columns of O; with more, the compiler spills what it moves between uniform registers and others."""
-
-
 def outputs(columns: int, part: int, slots: int, at_once: int):
     """The verb `pv(O, left, alpha, ring, barriers, turns, is_reporter)`: O = alpha O + P V, `at_once` columns a sum."""
     plane, block = plane_bytes(GROUP_ROWS, part), GROUP_ROWS * ROW_BYTES
-    uniform = columns <= MOST_UNIFORM
     steps = range(GROUP_ROWS // STEP)
     order = [(step, *halves) for step in steps for halves in SMALL_FIRST[1:3]] + [(step, 0, 0) for step in steps]
 
@@ -111,7 +106,7 @@ def outputs(columns: int, part: int, slots: int, at_once: int):
                     (lefts[a][step], Matrix(slot, b * plane + offset + step * STEP * ROW_BYTES, block, True))
                     for step, a, b in order
                 ]
-                (sums,) = e.wgmma(min(at_once, end - first), [chain], uniform=uniform)
+                (sums,) = e.wgmma(min(at_once, end - first), [chain])
                 if first + at_once >= end:
                     # As above.
                     e.mbarrier_arrive(read, is_reporter)

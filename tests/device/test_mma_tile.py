@@ -224,10 +224,13 @@ def test_what_truncation_takes_off_is_made_up_for(run, columns, chain):
     assert missing(scores_of(run, Q, K, chain), Q, K) == pytest.approx(lost, abs=0.35)
 
 
-def softmax_of(run, S, m, l, unit, peak):
-    """(peak P, m, l by lane, alpha) by the verb; l is the same in the four lanes of a row."""
+def softmax_of(run, S, m, l, unit, peak, by_eights=False):
+    """(peak P, m, l by lane, alpha) by the verb; l is the same in the four lanes of a row.
+
+    by_eights: `unit` is that of the first eight of 16 rows, and half of it that of the others.
+    """
     q_rows, k_rows = S.shape
-    step = mma_tile.softmax(q_rows, k_rows)
+    step = mma_tile.softmax(q_rows, k_rows, by_eights)
     shape, row_shape = (q_rows // 16, k_rows // 8, 4), (q_rows // 16, 2)
 
     @cuda.jit
@@ -242,7 +245,13 @@ def softmax_of(run, S, m, l, unit, peak):
             for j in range(shape[1]):
                 for r in range(4):
                     S[i, j, r] = A[lane, i, j, r]
-        step(S, m, l, alpha, factors[0], factors[1])
+        if by_eights:
+            unit = cuda.local.array(row_shape, float32)
+            for i in range(shape[0]):
+                unit[i, 0], unit[i, 1] = factors[0], factors[0] / 2
+            step(S, m, l, alpha, unit, factors[1])
+        else:
+            step(S, m, l, alpha, factors[0], factors[1])
         for i in range(shape[0]):
             for h in range(2):
                 M[lane, i, h], L[lane, i, h], ALPHA[lane, i, h] = m[i, h], l[i, h], alpha[i, h]
@@ -262,8 +271,9 @@ def by_rows(x) -> np.ndarray:
 
 
 @pytest.mark.parametrize(("q_rows", "k_rows"), [(16, 16), (16, 32), (16, 48), (32, 32)])
+@pytest.mark.parametrize("by_eights", [False, True])
 @pytest.mark.parametrize("unit", [1, 2.0**-30])
-def test_softmax(run, q_rows, k_rows, unit):
+def test_softmax(run, q_rows, k_rows, unit, by_eights):
     exponents = 6 * randn(q_rows, k_rows).astype(np.float64)
     m, l = 8 * randn(q_rows, seed=1), np.abs(randn(q_rows, seed=2))
     exponents[2] = m[2] = -INF  # no key yet, and none now
@@ -271,10 +281,11 @@ def test_softmax(run, q_rows, k_rows, unit):
     exponents[4] = -INF  # none now
     exponents[5, ::2] = -INF  # some now
     l[:4] *= np.isfinite(m[:4])
-    S = (exponents / unit).astype(np.float32)
-    P, M, L, alpha = softmax_of(run, S, m, l, unit, 2.0**14)
+    units = np.where(by_eights & (np.arange(q_rows) % 16 >= 8), unit / 2, unit)[:, None]
+    S = (exponents / units).astype(np.float32)
+    P, M, L, alpha = softmax_of(run, S, m, l, unit, 2.0**14, by_eights)
 
-    x = S.astype(np.float64) * unit
+    x = S.astype(np.float64) * units
     new = np.maximum(m, x.max(1))
     np.testing.assert_array_equal(by_rows(M), np.repeat(new.astype(np.float32)[:, None], 4, axis=1))
     base = np.where(np.isfinite(new), new, 0)

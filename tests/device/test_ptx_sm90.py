@@ -28,7 +28,7 @@ from numba_attn.device.wgmma_fragments import STEP, Matrix
 BLOCK = 64 * ROW_BYTES  # bytes of 64 rows of one block of columns
 
 
-def product(columns: int, depth: int, transposed: bool, left: str, wait: bool = True, uniform: bool = True):
+def product(columns: int, depth: int, transposed: bool, left: str, wait: bool = True):
     """O[t] = registers of thread t of the product of the planes of hi of two images in shared memory.
 
     A is an image [64, depth], B one [columns, depth], or `transposed` one [depth, columns]; `left` says where A is:
@@ -50,7 +50,7 @@ def product(columns: int, depth: int, transposed: bool, left: str, wait: bool = 
         if left == "shared":
             lefts = [Matrix(a, step // 4 * BLOCK + step % 4 * 2 * STEP) for step in range(steps)]
         chain = [(lefts[step], right(b, step)) for step in range(steps)]
-        (sums,) = e.wgmma(columns, [chain], wait=wait, uniform=uniform)
+        (sums,) = e.wgmma(columns, [chain], wait=wait)
         if not wait:
             registers = [] if left == "shared" else sum(lefts, [])
             sums = e.wgmma_wait(0, sums, registers)
@@ -161,11 +161,9 @@ def test_instructions_of_products():
     assert [", 0, 1, 1, 0, 1;" in ptx, ptx.count(", 1, 1, 1, 0, 1;")] == [True, 3]
 
 
-@pytest.mark.parametrize(
-    ("left", "uniform", "addresses"), [("shared", True, 2), ("registers", True, 1), ("shared", False, 0)]
-)
-def test_addresses_of_operands_are_one_number_for_the_warp(left, uniform, addresses):
-    kernel, _ = product(64, 64, False, left, uniform=uniform)
+@pytest.mark.parametrize(("left", "addresses"), [("shared", 2), ("registers", 1)])
+def test_addresses_of_operands_are_one_number_for_the_warp(left, addresses):
+    kernel, _ = product(64, 64, False, left)
     ptx = ptx_of(kernel, 1, 1, 2, 2, threads=256, dtype="int32")
     assert ptx.count("redux.sync.or.b32") == addresses
     assert ptx.count("wgmma.mma_async.sync.aligned.m64n64k16.f32.f16.f16") == 4

@@ -17,7 +17,7 @@ BLOCK_M = 64
 
 
 def split_rows(run, Q, columns, vector, K_record=None, V_record=None, scale=1.0, lost=0.0):
-    """Image [words], facts [slabs, 3], units of eights of rows, and (safe, v_amax), of 64 rows, of which Q has fewer."""
+    """Image [words], units of eights of rows, facts of slabs, and (safe, v_amax), of 64 rows, of which Q has fewer."""
     (load, judge, units), X_SHAPE = split_q.verbs(columns, 1), split_q.x_shape(columns)
     n_bytes, facts_shape = sh.image_bytes(BLOCK_M, columns), split_q.facts_shape(4, columns)
     FACT, WORDS, N = shared_tile(n_bytes, facts_shape), shared_tile(0, (n_bytes // 4,), dtype=float32), n_bytes // 4

@@ -14,11 +14,11 @@ from numba_attn.device.ptx_cluster import (
     cluster_arrive,
     cluster_rank,
     cluster_wait,
-    fence_proxy_async,
     mbarrier_wait_cluster,
 )
 from numba_attn.device.ptx_sm90 import (
     fence_mbarrier_init,
+    fence_proxy_async,
     mbarrier_arrive_expect,
     mbarrier_init,
     mbarrier_wait,
