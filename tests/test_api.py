@@ -267,7 +267,7 @@ def test_precision_is_a_fact_of_the_problem(launches):
     assert told.problem.precision == "tf32" and told.accuracy == "fp32", "few rows: a kernel without that mode"
     long = tensors((2, 3, 600, 64), (2, 3, 7000, 64), (2, 3, 7000, 64))
     told = numba_attn.explain(*long, precision="tf32")
-    assert (told.chosen, told.accuracy) == ("flash_split_half_sm80", "tf32")
+    assert (told.chosen, told.accuracy) == ("flash_split_half_sm90", "tf32")
     assert ", precision tf32 gives tf32 (" in repr(told)
     assert numba_attn.explain(*long).accuracy == "fp32" and "precision" not in repr(numba_attn.explain(*long))
 

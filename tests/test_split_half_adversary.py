@@ -412,8 +412,7 @@ def test_rescue_without_keys():
 CALLS = [(64, True, "fp32"), (100, False, "fp32"), (128, False, "fp32"), (64, True, "tf32"), (128, False, "tf32")]
 WIDE = [(264, False, "fp32"), (264, True, "fp32"), (264, False, "tf32")]
 
-on_gpu = [(KERNEL, *call) for call in CALLS]
-on_gpu += [(flash_split_half_sm90.KERNEL, *call) for call in CALLS if call[-1] == "fp32"]
+on_gpu = [(kernel, *call) for kernel in (KERNEL, OTHERS[0]) for call in CALLS]
 on_gpu += [(kernel, *call) for kernel in OTHERS[1:] for call in WIDE]
 
 

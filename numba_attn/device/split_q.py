@@ -25,6 +25,7 @@ from numba_attn.device.split_half import (
     Q_AMAX,
     Q_LEAST,
     ROW_BYTES,
+    SLACK,
     V_AMAX,
     V_LEAST,
     extremes_of_keys,
@@ -66,9 +67,9 @@ def facts_bytes(warps: int, columns: int) -> int:
     return 4 * prod(facts_shape(warps, columns))
 
 
-def slab_config(columns: int, vector: int = 4) -> SplitConfig:
+def slab_config(columns: int, vector: int = 4, halves: int = 2) -> SplitConfig:
     rows = WARP_ROWS // slabs(columns)
-    return SplitConfig(rows, columns, vector, chunks_a_thread=rows * padded(columns) // (CHUNK * WARP))
+    return SplitConfig(rows, columns, vector, halves, chunks_a_thread=rows * padded(columns) // (CHUNK * WARP))
 
 
 def x_shape(columns: int) -> tuple[int, int]:
@@ -77,7 +78,7 @@ def x_shape(columns: int) -> tuple[int, int]:
     return config.turns, CHUNK * config.chunks
 
 
-def verbs(columns: int, groups: int):
+def verbs(columns: int, groups: int, halves: int):
     """Three verbs of a block of `groups` warpgroups that multiply.
 
     load(x, gQ, row0, tid, vector): a warp's first slab, from row0 on, on its way to x before anything else is known.
@@ -85,10 +86,11 @@ def verbs(columns: int, groups: int):
     on, and whether halves lose nothing, with the largest magnitude of V; by all threads of the block.
     units(unit, sFact, warp, k_unscale): unit[0, h] makes exponents of 2 of the scores of eight rows and a tile of keys.
     """
-    config, single = slab_config(columns), load_tile(slab_config(columns, vector=1))
+    config, single = slab_config(columns, halves=halves), load_tile(slab_config(columns, vector=1))
     fours, put, (of_rows, _, _, sums_of_rows) = load_tile(config), write_shared(config), over_lanes_of(config)
+    OWN_SLACK = SLACK[halves]
     LANES, TURNS, PEAKS, WARPS = config.lanes, config.turns, config.turns + 1, GROUP_WARPS * groups
-    GROUP_BYTES, SLABS, SLAB_ROWS = image_bytes(GROUP_ROWS, columns), slabs(columns), config.rows
+    GROUP_BYTES, SLABS, SLAB_ROWS = image_bytes(GROUP_ROWS, columns, halves), slabs(columns), config.rows
 
     @verb
     def load(x, gQ, row0, tid, vector):
@@ -143,7 +145,7 @@ def verbs(columns: int, groups: int):
             extreme[Q_AMAX], extreme[Q_LEAST] = sFact[lane, SLAB_AMAX], sFact[lane, SLAB_LEAST]
         over_warp(extreme)
         q, k, v_amax = (extreme[Q_AMAX], -extreme[Q_LEAST]), (extreme[K_AMAX], -extreme[K_LEAST]), extreme[V_AMAX]
-        return is_safe(float32(D), q[0], q[1], k[0], k[1], v_amax, -extreme[V_LEAST], ONE), v_amax
+        return is_safe(float32(D), q[0], q[1], k[0], k[1], v_amax, -extreme[V_LEAST], OWN_SLACK), v_amax
 
     @verb
     def units(unit, sFact, warp, k_unscale):
@@ -170,7 +172,7 @@ def write_shared(config: SplitConfig):
                 # Another row of eight, or chunk of the block, exchanges what its number tells.
                 blocks, place = divmod(lanes * chunk, CHUNK)
                 own, behind = at ^ ((place ^ step * i % CHUNK) << 4), (blocks * GROUP_ROWS + step * i) * ROW_BYTES
-                planes = halves_of_chunk(e, x, i, chunk, scale, rest)
+                planes = halves_of_chunk(e, x, i, chunk, scale, rest, config.halves)
                 for half, words in enumerate(planes):
                     e.store_shared(own + (behind + half * plane), words)
                 for hi in planes[0]:

@@ -15,7 +15,7 @@ from numba_attn.device.ptx_sm90 import (
     mbarrier_init,
     mbarrier_wait,
 )
-from numba_attn.device.split_half import image_words, padded, plane_bytes
+from numba_attn.device.split_half import image_bytes, image_words, padded, plane_bytes
 from numba_attn.device.unrolled import unrolled
 from numba_attn.device.verb import verb
 from numba_attn.device.wgmma_fragments import GROUP_ROWS
@@ -23,15 +23,15 @@ from numba_attn.device.wgmma_fragments import GROUP_ROWS
 BARRIER_BYTES = 8
 
 
-def copy_part(rows: int, columns: int, part: int):
-    """The verb `copy(target, image, tile, part, barrier)`: `part` columns of both planes of a tile, by one thread.
+def copy_part(rows: int, columns: int, part: int, halves: int):
+    """The verb `copy(target, image, tile, part, barrier)`: `part` columns of all planes of a tile, by one thread.
 
     image: a 1-D tensor of words; tile, part: numbers.
     """
     piece = plane_bytes(rows, part)
-    pieces = (0, plane_bytes(rows, columns)) if part < padded(columns) else (0,)
-    n_bytes = piece if len(pieces) > 1 else 2 * piece
-    tile_words, part_words = image_words(rows, columns), piece // 4
+    pieces = [half * plane_bytes(rows, columns) for half in range(halves)] if part < padded(columns) else [0]
+    n_bytes = halves * piece // len(pieces)
+    tile_words, part_words = image_words(rows, columns, halves), piece // 4
 
     @unrolled
     def issue(e, target, image, word, barrier):
@@ -80,13 +80,13 @@ def claim(slots: int, slot_bytes: int):
     return claim
 
 
-def feed(columns: int, part: int, slots: int):
+def feed(columns: int, part: int, slots: int, halves: int):
     """The verb `feed(ring, barriers, turn, gK, gV, first, last)`: K and V by one thread, as slots become free.
 
     Tiles first .. last - 1 of those of K and V in turns: 2 t is tile t of K, 2 t + 1 of V. gK, gV: images.
     """
-    parts, slot_bytes = padded(columns) // part, 2 * plane_bytes(GROUP_ROWS, part)
-    following, claim_slot, copy = ring(slots), claim(slots, slot_bytes), copy_part(GROUP_ROWS, columns, part)
+    parts, slot_bytes = padded(columns) // part, image_bytes(GROUP_ROWS, part, halves)
+    following, claim_slot, copy = ring(slots), claim(slots, slot_bytes), copy_part(GROUP_ROWS, columns, part, halves)
 
     @verb
     def feed(ring, barriers, turn, gK, gV, first, last):

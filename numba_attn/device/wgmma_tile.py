@@ -14,7 +14,7 @@ The ring and its barriers: `wgmma_ring`.
 from __future__ import annotations
 
 from numba_attn.device.math import quotient
-from numba_attn.device.mma_tile import SMALL_FIRST, left_fragment
+from numba_attn.device.mma_tile import SMALL_FIRST, halves_of, left_fragment
 from numba_attn.device.ptx_sm90 import (
     named_barrier_arrive,
     named_barrier_sync,
@@ -38,6 +38,7 @@ def scores(columns: int, part: int, products: int, slots: int, at_once: int):
     in one lane of each warp. `at_once` sums of 64 columns are issued together.
     """
     block, q_plane, k_plane = GROUP_ROWS * ROW_BYTES, plane_bytes(GROUP_ROWS, columns), plane_bytes(GROUP_ROWS, part)
+    slot_bytes = halves_of(products) * k_plane
     *small, large = SMALL_FIRST[-products:]
 
     def chain(q, slot, number: int, first: int) -> list:
@@ -57,7 +58,7 @@ def scores(columns: int, part: int, products: int, slots: int, at_once: int):
     def qk(e, S, q, ring, barriers, turns, is_reporter):
         total = None
         for p, start in enumerate(range(0, columns, part)):
-            slot, full, read, parity = slot_of(turns[p], ring, barriers, 2 * k_plane, slots)
+            slot, full, read, parity = slot_of(turns[p], ring, barriers, slot_bytes, slots)
             # The copy's bytes are there for whoever waited, and for the tensor cores, which read as the copy wrote.
             e.mbarrier_wait(full, parity)
             blocks = list(enumerate(range(start, min(start + part, columns), BLOCK_COLUMNS)))
@@ -74,30 +75,30 @@ def scores(columns: int, part: int, products: int, slots: int, at_once: int):
     return qk
 
 
-def split_left():
+def split_left(halves: int):
     """The verb `split(left, P)`: left[half, step] = four registers, P as left operands of 16 columns each."""
 
     @unrolled
     def split_left(e, left, P):
         for step in range(GROUP_ROWS // STEP):
-            for half, registers in enumerate(left_fragment(e, P, 0, step)):
+            for half, registers in enumerate(left_fragment(e, P, 0, step, halves)):
                 for r, register in enumerate(registers):
                     left[half, step, r] = register
 
     return split_left
 
 
-def outputs(columns: int, part: int, slots: int, at_once: int):
+def outputs(columns: int, part: int, products: int, slots: int, at_once: int):
     """The verb `pv(O, left, alpha, ring, barriers, turns, is_reporter)`: O = alpha O + P V, `at_once` columns a sum."""
-    plane, block = plane_bytes(GROUP_ROWS, part), GROUP_ROWS * ROW_BYTES
+    plane, block, halves = plane_bytes(GROUP_ROWS, part), GROUP_ROWS * ROW_BYTES, halves_of(products)
     steps = range(GROUP_ROWS // STEP)
-    order = [(step, *halves) for step in steps for halves in SMALL_FIRST[1:3]] + [(step, 0, 0) for step in steps]
+    order = [(step, *pair) for step in steps for pair in SMALL_FIRST[-products:-1]] + [(step, 0, 0) for step in steps]
 
     @unrolled
     def pv(e, O, left, alpha, ring, barriers, turns, is_reporter):
-        lefts = [[[left[half, step, r] for r in range(4)] for step in steps] for half in range(2)]
+        lefts = [[[left[half, step, r] for r in range(4)] for step in steps] for half in range(halves)]
         for p, start in enumerate(range(0, columns, part)):
-            slot, full, read, parity = slot_of(turns[p], ring, barriers, 2 * plane, slots)
+            slot, full, read, parity = slot_of(turns[p], ring, barriers, halves * plane, slots)
             e.mbarrier_wait(full, parity)
             end = min(start + part, columns)
             for first in range(start, end, at_once):

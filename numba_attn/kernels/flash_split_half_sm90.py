@@ -19,11 +19,11 @@ Work split. One block for 64 GROUPS query rows of a head. A warpgroup owns 64 ro
 One thread of the last warpgroup copies K and V, tile by tile, to a ring of SLOTS slots, each with two barriers: full
 (the bytes are there) and read (all warps are done with them). Up to 192 columns warpgroups take turns at Q K^T.
 
-Memory. Images take the bytes of K and V again. Rows have PADDED columns, d_bucket in whole 64s. Shared: 256 GROUPS
-PADDED bytes for Q, 256 PART for each slot. Registers a thread: COLUMNS / 2 for O, O_COLUMNS / 2 for its sums; 32 for S,
-32 S_CHAINS for its sums.
+Memory. Images take the bytes of K and V again. Rows have PADDED columns, d_bucket in whole 64s. Shared: 128 HALVES
+(GROUPS PADDED + SLOTS PART) bytes. Registers: COLUMNS / 2 for O, O_COLUMNS / 2 for its sums; 32 for S, 32 S_CHAINS.
 
-Numerics. As flash_split_half_sm80; sums are truncated within 64 columns (S) or one tile of keys (O).
+Numerics. As flash_split_half_sm80; sums are truncated within 64 columns (S) or one tile of keys (O). For precision
+tf32 one half and one product each.
 
 Limits. Compute capability 9.0; head dims up to 256; images of K and V of one head within 512 MB.
 
@@ -61,7 +61,7 @@ class Config:
     slots: int
     s_chains: int  # sums of 64 columns of S that are issued together
     o_columns: int  # columns of O that are summed together
-    products: int = 3  # for Q K^T: the fourth, lo lo, shows beside the rounding errors of very short sums only
+    products: int = 3  # 1 for precision tf32; the fourth, lo lo of Q K^T, shows beside errors of very short sums only
     ping_pong: bool = False  # warpgroups take turns at Q K^T: one multiplies while another exponentiates
     is_causal: bool = False
 
@@ -69,6 +69,13 @@ class Config:
         if self.part % GROUP_ROWS or padded(self.d_bucket) % self.part or self.part % min(self.part, self.o_columns):
             what = f"64 must divide {self.part=}, that {self.d_bucket=} in whole 64s, and {self.o_columns=} it"
             raise ValueError(what)
+
+    @property
+    def halves(self) -> int:
+        return mma_tile.halves_of(self.products)
+
+    def bytes_of(self, rows: int, columns: int) -> int:
+        return image_bytes(rows, columns, self.halves)
 
     @property
     def threads(self) -> int:
@@ -80,12 +87,11 @@ class Config:
 
     @property
     def tiles_bytes(self) -> int:
-        """Q, and the ring of slots for K and V."""
-        return image_bytes(self.block_m, self.d_bucket) + self.slots * image_bytes(GROUP_ROWS, self.part)
+        return self.bytes_of(self.block_m, self.d_bucket) + self.slots * self.bytes_of(GROUP_ROWS, self.part)
 
     @property
     def smem_bytes(self) -> int:
-        """Behind the tiles the barriers, two of each slot; then what is known of each warp's rows of Q."""
+        """Q and the ring of slots, two barriers of each; then what is known of each warp's rows of Q."""
         facts = split_q.facts_bytes(GROUP_WARPS * self.groups, self.d_bucket)
         return self.tiles_bytes + 2 * self.slots * BARRIER_BYTES + facts
 
@@ -107,6 +113,12 @@ TILES = (
     Config(192, groups=2, part=64, slots=8, s_chains=1, o_columns=64, ping_pong=True),
     Config(256, groups=2, part=128, slots=3, s_chains=1, o_columns=64),
 )
+# For precision tf32: images of half the size.
+ONE_PRODUCT = (
+    Config(64, part=64, slots=16, s_chains=1, o_columns=64, products=1, **NARROW),
+    Config(128, part=128, slots=8, s_chains=2, o_columns=128, products=1, **NARROW),
+    Config(256, groups=2, part=128, slots=8, s_chains=1, o_columns=64, products=1, ping_pong=True),
+)
 
 
 def supports(problem: Problem, device: Device) -> str | None:
@@ -118,30 +130,31 @@ def supports(problem: Problem, device: Device) -> str | None:
 
 
 def suits(problem: Problem, device: Device) -> str | None:
-    if problem.precision == "tf32":
-        return "three products: flash_split_half_sm80 has one for precision tf32"
     return unsuited(problem)
 
 
 def config(problem: Problem, device: Device) -> Config:
-    tiles = next((tiles for tiles in TILES if tiles.d_bucket >= max(problem.D, problem.Dv)), TILES[-1])
+    table = ONE_PRODUCT if problem.precision == "tf32" else TILES
+    tiles = next((tiles for tiles in table if tiles.d_bucket >= max(problem.D, problem.Dv)), table[-1])
     return replace(tiles, is_causal=problem.is_causal)
 
 
 def configs():
-    for tiles, is_causal in product(TILES, (False, True)):
+    for tiles, is_causal in product(TILES + ONE_PRODUCT, (False, True)):
         yield replace(tiles, is_causal=is_causal)
 
 
 def small_config(problem: Problem) -> Config:
     chosen, d_bucket = config(problem, H200), cdiv(max(problem.D, problem.Dv), 16) * 16
     tiles = {"groups": 1, "part": 64, "slots": 3, "s_chains": 1, "o_columns": 64, "ping_pong": False}
-    return replace(chosen, d_bucket=d_bucket, products=4 if d_bucket <= 32 else 3, **tiles)
+    products = 1 if chosen.products == 1 else 4 if d_bucket <= 32 else 3
+    return replace(chosen, d_bucket=d_bucket, products=products, **tiles)
 
 
 def images(problem: Problem, config: Config) -> ImageBatches:
-    lost = mma_tile.lost_by_scores(problem.D, GROUP_ROWS // STEP, small_first=True)
-    return ImageBatches(problem, GROUP_ROWS, config.d_bucket, config.block_m, lost=lost, has_q=False)
+    halves = config.halves
+    lost = mma_tile.lost_by_scores(problem.D, GROUP_ROWS // STEP, small_first=True) if halves == 2 else 0.0
+    return ImageBatches(problem, GROUP_ROWS, config.d_bucket, config.block_m, lost=lost, halves=halves, has_q=False)
 
 
 def workspace(problem: Problem, config: Config) -> dict[str, Workspace]:
@@ -156,25 +169,25 @@ def launches(problem: Problem, config: Config) -> tuple[Launch, ...]:
 def build_flash(config: Config):
     GROUPS, BLOCK_M, COLUMNS = config.groups, config.block_m, config.d_bucket
     SLOTS, PART, PARTS = config.slots, config.part, padded(config.d_bucket) // config.part
-    Q_BYTES, TILE_BYTES = image_bytes(BLOCK_M, COLUMNS), image_bytes(GROUP_ROWS, COLUMNS)
+    Q_BYTES, TILE_BYTES, HALVES = config.bytes_of(BLOCK_M, COLUMNS), config.bytes_of(GROUP_ROWS, COLUMNS), config.halves
     BARRIERS, CONSUMERS = config.tiles_bytes, GROUP_THREADS * GROUPS
-    PING_PONG, SKIPS = config.ping_pong, COLUMNS <= 128  # wider ones have no registers for skipping
+    PING_PONG, SKIPS = config.ping_pong, COLUMNS <= 128  # wider ones were slower
     IS_EARLY = not config.is_causal  # under causality it was 10 percent slower
-    (load_q, judge, units), X_SHAPE = split_q.verbs(COLUMNS, GROUPS), split_q.x_shape(COLUMNS)
+    (load_q, judge, units), X_SHAPE = split_q.verbs(COLUMNS, GROUPS, HALVES), split_q.x_shape(COLUMNS)
     FACT = shared_tile(BARRIERS + 2 * SLOTS * BARRIER_BYTES, split_q.facts_shape(GROUP_WARPS * GROUPS, COLUMNS))
     S_SHAPE, O_SHAPE, ROW_SHAPE = (1, GROUP_ROWS // 8, 4), (1, COLUMNS // 8, 4), (1, 2)
-    LEFT_SHAPE = (2, GROUP_ROWS // STEP, 4)
+    LEFT_SHAPE, take_turn, end_turn = (HALVES, GROUP_ROWS // STEP, 4), *wgmma_tile.turns(GROUPS)
     end_of_row = Mask(config.is_causal).end
     few, many = (setmaxnreg(n, more=more) for n, more in zip(config.registers, (False, True), strict=True))
     start_barriers = wgmma_ring.start_barriers(SLOTS, GROUP_WARPS * GROUPS)
-    place, feed = wgmma_tile.place(config.is_causal, 2 * TILE_BYTES), wgmma_ring.feed(COLUMNS, PART, SLOTS)
-    await_slots, V_TURN = wgmma_ring.await_slots(PARTS), wgmma_ring.turn_after(PARTS, SLOTS)
+    place, feed = wgmma_tile.place(config.is_causal, 2 * TILE_BYTES), wgmma_ring.feed(COLUMNS, PART, SLOTS, HALVES)
+    await_slots, N_EARLY = wgmma_ring.await_slots(PARTS), int(IS_EARLY)
+    FIRST_TURN = wgmma_ring.turn_after(PARTS, SLOTS) if IS_EARLY else 0
     take, skip = wgmma_ring.take(PARTS, SLOTS), wgmma_tile.skip(COLUMNS, PART, SLOTS)
-    take_turn, end_turn = wgmma_tile.turns(GROUPS)
-    start = mma_tile.start(WARP_ROWS, COLUMNS)
+    start, split = mma_tile.start(WARP_ROWS, COLUMNS), wgmma_tile.split_left(HALVES)
     qk = wgmma_tile.scores(COLUMNS, PART, config.products, SLOTS, config.s_chains)
     mask, softmax = mma_tile.masked(WARP_ROWS, GROUP_ROWS, end_of_row), mma_tile.softmax(WARP_ROWS, GROUP_ROWS, True)
-    split, pv = wgmma_tile.split_left(), wgmma_tile.outputs(COLUMNS, PART, SLOTS, config.o_columns)
+    pv = wgmma_tile.outputs(COLUMNS, PART, min(config.products, 3), SLOTS, config.o_columns)
     finish, store_lse = mma_epilogue.finish_wide(WARP_ROWS, COLUMNS), mma_epilogue.store_lse(WARP_ROWS)
 
     @cuda.jit
@@ -215,10 +228,7 @@ def build_flash(config: Config):
             few()
             if tid == CONSUMERS:
                 tiles = 2 * quotient(n_end + (GROUP_ROWS - 1), GROUP_ROWS)
-                if IS_EARLY:
-                    feed(ring, barriers, V_TURN, K_image[head], V_image[head], 1, tiles)
-                else:
-                    feed(ring, barriers, 0, K_image[head], V_image[head], 0, tiles)
+                feed(ring, barriers, FIRST_TURN, K_image[head], V_image[head], N_EARLY, tiles)
         else:
             # reset m, l, acc
             many()
@@ -279,6 +289,7 @@ KERNEL = Kernel(
     name="flash_split_half_sm90",
     summary="operands split into fp16 halves, three tensor-core products each, by wgmma",
     accuracy="fp32",
+    lower_accuracies=("tf32",),
     supports=supports,
     suits=suits,
     config=config,

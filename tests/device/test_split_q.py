@@ -16,10 +16,10 @@ from numba_attn.device.smem import shared_memory, shared_tile
 BLOCK_M = 64
 
 
-def split_rows(run, Q, columns, vector, K_record=None, V_record=None, scale=1.0, lost=0.0):
+def split_rows(run, Q, columns, vector, K_record=None, V_record=None, scale=1.0, lost=0.0, halves=2):
     """Image [words], units of eights of rows, facts of slabs, and (safe, v_amax), of 64 rows, of which Q has fewer."""
-    (load, judge, units), X_SHAPE = split_q.verbs(columns, 1), split_q.x_shape(columns)
-    n_bytes, facts_shape = sh.image_bytes(BLOCK_M, columns), split_q.facts_shape(4, columns)
+    (load, judge, units), X_SHAPE = split_q.verbs(columns, 1, halves), split_q.x_shape(columns)
+    n_bytes, facts_shape = sh.image_bytes(BLOCK_M, columns, halves), split_q.facts_shape(4, columns)
     FACT, WORDS, N = shared_tile(n_bytes, facts_shape), shared_tile(0, (n_bytes // 4,), dtype=float32), n_bytes // 4
 
     @cuda.jit
@@ -134,3 +134,20 @@ def test_more_than_half_of_the_columns_that_count_are_large(run, large, is_dense
     Q[..., :large] = 1
     facts = split_rows(run, Q, 64, 4)[2]
     assert np.all((facts[:, 1] < 0) == is_dense)
+
+
+@pytest.mark.parametrize(("columns", "D", "vector"), [(64, 61, 1), (256, 256, 4)])
+def test_one_half(run, columns, D, vector):
+    Q = randn(1, 1, 40, D)
+    image, _, facts, _ = split_rows(run, Q, columns, vector, scale=0.3, halves=1)
+    part = np.zeros((BLOCK_M, sh.padded(columns)))
+    part[:40, :D] = Q[0, 0] * factor_of(0.3, 0.0) / np.repeat(facts[:, 2], BLOCK_M // len(facts))[:40, None]
+    seen, expected = (x.view(np.float16).astype(float) for x in (image, image_of(part, halves=1)))
+    np.testing.assert_allclose(seen, expected, rtol=2.0**-10, atol=2.0**-24)
+
+
+@pytest.mark.parametrize(("halves", "is_safe"), [(1, False), (2, True)])
+def test_one_half_loses_more(run, halves, is_safe):
+    # Scores of 2^12 at most: dense rows of two halves lose nothing at that.
+    Q, K_record = np.ones((1, 1, 64, 16), np.float32), np.full((1, 1, sh.RECORD), 200, np.float32)
+    assert split_rows(run, Q, 16, 4, K_record, halves=halves)[3][0] == is_safe
