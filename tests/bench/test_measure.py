@@ -86,7 +86,7 @@ def test_precision_tf32(fake_gpu_with_torch):
     assert names[-1] == "torch_math_tf32" and "torch_math_tf32" not in contenders.standard_names(KNOWN, H200)
     result = measure.measure(known, contenders.by_names(known, [*NAMES, *names], H200), 0.05)
     classes = {entry.name: entry.contender.accuracy for entry in result.entries}
-    one_product = ("flash_split_half_sm80", "unfused_split_half_sm90", "torch_math_tf32")
+    one_product = ("flash_split_half_sm80", "flash_split_half_sm90", "unfused_split_half_sm90", "torch_math_tf32")
     assert classes == dict.fromkeys(classes, "fp32") | dict.fromkeys(one_product, "tf32")
     info = result.extra_info(entry_of(result, "flash_split_half_sm80"))
     assert (info["accuracy"], info["problem"]) == ("tf32", "b2_h3_q40_k56_d8_v12_tf32_causal")
