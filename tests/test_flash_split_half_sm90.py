@@ -30,6 +30,9 @@ from numba_attn.testing import Case
         (Case(1, 2, 70, 100, 130, 16), {"part": 192, "o_columns": 192, "s_chains": 3}),
         (Case(1, 1, 20, 200, 16, 130), {"part": 192, "slots": 2}),  # several sums from one slot
         (Case(1, 2, 5, 70, 16, 16, poison="k_nan"), {"groups": 2}),
+        # tiles of as many parts as there are slots, and of fewer
+        (Case(1, 1, 70, 100, 256, 200), {}),
+        (Case(1, 1, 20, 100, 200, 256, is_causal=True), {"slots": 6}),
     ],
     ids=str,
 )
@@ -46,7 +49,7 @@ def test_no_copy_is_in_flight_when_a_block_without_enough_keys_ends(D):
     testing.assert_accurate(o, lse, *testing.make_inputs(case))
 
 
-@pytest.mark.parametrize("D", [16, 80])
+@pytest.mark.parametrize("D", [16, 80, 130, 256])
 def test_no_copy_is_in_flight_when_an_unsafe_block_ends(D):
     case = Case(1, 1, 5, 40, D, 16)
     q, k, v = testing.make_inputs(case)
@@ -72,6 +75,18 @@ def test_without_images_of_q():
     split, flash, _ = KERNEL.launches(problem, config)
     assert split.grid == 6 * (2 + 2)
     assert not {"Q_image", "Q_record"} & set(flash.args)
+
+
+def test_one_product_of_wide_heads():
+    case = Case(1, 1, 70, 100, 256, 200)
+    inputs = testing.make_inputs(case)
+    o, lse = sim.attention(*inputs, return_lse=True, kernel=KERNEL, precision="tf32")
+    testing.assert_accurate(o, lse, *inputs, accuracy="tf32")
+
+
+def test_a_tile_that_does_not_fit_in_the_slots():
+    with pytest.raises(ValueError, match="a tile of self.d_bucket=256 columns does not fit in self.slots=3"):
+        Config(256, groups=2, part=64, slots=3, s_chains=1, o_columns=64)
 
 
 @pytest.mark.parametrize("changes", [{"part": 32}, {"d_bucket": 192, "part": 128}, {"o_columns": 48}])

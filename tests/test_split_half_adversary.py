@@ -413,6 +413,7 @@ CALLS = [(64, True, "fp32"), (100, False, "fp32"), (128, False, "fp32"), (64, Tr
 WIDE = [(264, False, "fp32"), (264, True, "fp32"), (264, False, "tf32")]
 
 on_gpu = [(kernel, *call) for kernel in (KERNEL, OTHERS[0]) for call in CALLS]
+on_gpu += [(OTHERS[0], 192, False, "fp32"), (OTHERS[0], 256, True, "fp32"), (OTHERS[0], 256, False, "tf32")]
 on_gpu += [(kernel, *call) for kernel in OTHERS[1:] for call in WIDE]
 
 

@@ -1,6 +1,6 @@
 """Verbs of a ring of slots in shared memory that one thread fills with tiles of K and V, and warpgroups read.
 
-A slot holds a part of a tile: some columns of both planes, the plane of hi first. Barriers in shared memory stand
+A slot holds a part of a tile: some columns of its planes, the plane of hi first. Barriers in shared memory stand
 behind each other: full of each slot, read of each slot. A turn names a slot and, in its lowest bit, the
 parity of its phase.
 """

@@ -2,11 +2,12 @@
 
 A warpgroup owns 64 whole rows, each of its warps 16 of them, in the layout of `mma_tile` with q_rows = 16: the verbs
 there do the rest. Q, K and V are images in shared memory (see `split_half`), that of K and V in parts: some columns of
-both planes, the plane of hi first, each in its own slot of a ring. A verb that walks the parts of a tile waits for each
+all planes, the plane of hi first, each in its own slot of a ring. A verb that walks the parts of a tile waits for each
 and gives its slot back.
 
-Every product of fp32 numbers is three of halves. The tensor core truncates its sums, so each starts from zero, takes
-the small products first, ends after 64 columns (S) or one tile of keys (O) and is added up in fp32.
+Every product of fp32 numbers is three of halves (for precision tf32 one). The tensor core truncates its sums, so each
+starts from zero, takes the small products first, ends after 64 columns (S) or one tile of keys (O) and is added up in
+fp32.
 
 The ring and its barriers: `wgmma_ring`.
 """

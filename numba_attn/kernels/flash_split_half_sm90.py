@@ -17,10 +17,10 @@ Algorithm. Three launches:
 
 Work split. One block for 64 GROUPS query rows of a head. A warpgroup owns 64 rows, each of its warps splits 16 of them.
 One thread of the last warpgroup copies K and V, tile by tile, to a ring of SLOTS slots, each with two barriers: full
-(the bytes are there) and read (all warps are done with them). Up to 192 columns warpgroups take turns at Q K^T.
+(the bytes are there) and read (all warps are done with them). Where it pays warpgroups take turns at Q K^T.
 
-Memory. Images take the bytes of K and V again. Rows have PADDED columns, d_bucket in whole 64s. Shared: 128 HALVES
-(GROUPS PADDED + SLOTS PART) bytes. Registers: COLUMNS / 2 for O, O_COLUMNS / 2 for its sums; 32 for S, 32 S_CHAINS.
+Memory. Images take HALVES / 2 of the bytes of K and V, columns PADDED to 64s. Shared: 128 HALVES (GROUPS PADDED + SLOTS
+PART) bytes. Registers: COLUMNS / 2 for O, O_COLUMNS / 2 for its sums; 32 for S and each of its sums.
 
 Numerics. As flash_split_half_sm80; sums are truncated within 64 columns (S) or one tile of keys (O). For precision
 tf32 one half and one product each.
@@ -67,8 +67,9 @@ class Config:
 
     def __post_init__(self):
         if self.part % GROUP_ROWS or padded(self.d_bucket) % self.part or self.part % min(self.part, self.o_columns):
-            what = f"64 must divide {self.part=}, that {self.d_bucket=} in whole 64s, and {self.o_columns=} it"
-            raise ValueError(what)
+            raise ValueError(f"64 must divide {self.part=}, that padded {self.d_bucket=}, and {self.o_columns=} it")
+        if self.slots * self.part < padded(self.d_bucket):
+            raise ValueError(f"a tile of {self.d_bucket=} columns does not fit in {self.slots=} of {self.part=}")
 
     @property
     def halves(self) -> int:
@@ -142,15 +143,14 @@ def of_causality(tiles: Config, is_causal: bool) -> Config:
 
 
 def configs():
-    for tiles, is_causal in product(TILES + ONE_PRODUCT, (False, True)):
-        yield of_causality(tiles, is_causal)
+    return (of_causality(*pair) for pair in product(TILES + ONE_PRODUCT, (False, True)))
 
 
 def small_config(problem: Problem) -> Config:
     chosen, d_bucket = config(problem, H200), cdiv(max(problem.D, problem.Dv), 16) * 16
-    tiles = {"groups": 1, "part": 64, "slots": 3, "s_chains": 1, "o_columns": 64, "ping_pong": False}
+    tiles = {"groups": 1, "part": 64, "slots": max(3, cdiv(d_bucket, 64)), "s_chains": 1, "o_columns": 64}
     products = 1 if chosen.products == 1 else 4 if d_bucket <= 32 else 3
-    return replace(chosen, d_bucket=d_bucket, products=products, **tiles)
+    return replace(chosen, d_bucket=d_bucket, products=products, ping_pong=False, **tiles)
 
 
 def images(problem: Problem, config: Config) -> ImageBatches:

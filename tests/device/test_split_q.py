@@ -148,6 +148,6 @@ def test_one_half(run, columns, D, vector):
 
 @pytest.mark.parametrize(("halves", "is_safe"), [(1, False), (2, True)])
 def test_one_half_loses_more(run, halves, is_safe):
-    # Scores of 2^12 at most: dense rows of two halves lose nothing at that.
+    # Scores beyond 2^12: dense rows of two halves lose nothing at that.
     Q, K_record = np.ones((1, 1, 64, 16), np.float32), np.full((1, 1, sh.RECORD), 200, np.float32)
     assert split_rows(run, Q, 16, 4, K_record, halves=halves)[3][0] == is_safe
