@@ -329,7 +329,7 @@ def test_key_loops_keep_to_registers(kernel, config, tmp_path):
     assert max(sum(map(is_local, block)) for block in key_loops) <= most
     if opcodes == ("HGMMA",):
         # Descriptors come from uniform registers, not from every lane.
-        assert "R2UR" not in sum(key_loops, [])
+        assert not [opcode for opcode in sum(key_loops, []) if opcode.startswith("R2UR")]
 
 
 def test_every_kernel_is_listed():
@@ -401,7 +401,7 @@ def test_products_of_warpgroups_unfused(config):
 @pytest.mark.parametrize("config", list(flash_split_half_sm90.configs()), ids=str)
 def test_products_of_warpgroups(config):
     of_s = config.products * -(-config.d_bucket // 16)
-    of_o = 3 * (64 // 16) * -(-config.d_bucket // config.o_columns)
+    of_o = min(config.products, 3) * (64 // 16) * -(-config.d_bucket // config.o_columns)
     assert products_of(flash_split_half_sm90, config) == [of_s + of_o]
 
 
